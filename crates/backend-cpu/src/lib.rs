@@ -1,0 +1,30 @@
+//! The verbs on the CPU.
+
+mod attention;
+mod backend;
+mod buf;
+mod canonical;
+mod dot;
+mod elementwise;
+mod gemm;
+mod isa;
+mod linear;
+mod math;
+mod matmul;
+mod memory;
+mod moe;
+mod norm;
+mod pool;
+mod quantise;
+mod recurrent;
+mod route;
+mod scratch;
+mod simd;
+mod slab;
+mod verbs;
+mod view;
+
+pub use backend::{Activations, CpuBackend, CpuOptions, CpuPass};
+pub use buf::{CpuBuf, CpuWeight};
+pub use isa::{CpuError, Isa, IsaChoice};
+pub use slab::CpuSlab;

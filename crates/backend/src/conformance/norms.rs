@@ -1,0 +1,94 @@
+//! `rms_norm`, `l2_norm`, `gated_norm`.
+
+use super::case::{Bench, Case, Suite, Way};
+use super::data::{Rng, Weights};
+use super::dense::ROWS;
+use super::report::Part;
+use super::timeline::Timeline;
+use crate::verbs::{Backend, Gate};
+use snowmelt_weights::Encoding;
+
+pub(super) fn cases<B: Backend>(suite: &mut Suite<'_, B>) {
+    let kinds = [Kind::Rms, Kind::L2, Kind::Gated(Gate::Silu), Kind::Gated(Gate::Sigmoid)];
+    let shapes = [(1, 1), (1, 37), (3, 5), (2, 64), (5, 100), (1, 512)];
+    let encodings = [Encoding::F32, Encoding::Bf16, Encoding::F16];
+    for kind in kinds {
+        for (i, (heads, d)) in shapes.into_iter().enumerate() {
+            let n = ROWS[i % ROWS.len()];
+            suite.check(&Norm::new(kind, [n, heads, d], encodings[i % 3]));
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Rms,
+    L2,
+    Gated(Gate),
+}
+
+struct Norm {
+    kind: Kind,
+    shape: [usize; 3],
+    x: Vec<f32>,
+    z: Vec<f32>,
+    w: Weights,
+    name: String,
+}
+
+const EPS: f32 = 1e-5;
+const FACTOR: f32 = 0.75;
+
+impl Norm {
+    fn new(kind: Kind, shape: [usize; 3], encoding: Encoding) -> Self {
+        let name = format!("norm {kind:?} {shape:?} w {encoding}");
+        let mut rng = Rng::named(&name);
+        let [n, heads, d] = shape;
+        let len = n * heads * d;
+        let mut x = rng.normals(len, 3.0);
+        if n > 1 {
+            // A head of zeros, and one so small that eps decides.
+            x[..d].fill(0.0);
+            x[len - d..].iter_mut().for_each(|x| *x *= 1e-3);
+        }
+        let z = rng.normals(len, 2.0);
+        let w = Weights::encode(encoding, &rng.uniforms(d, 0.5, 1.5), d);
+        Self { kind, shape, x, z, w, name }
+    }
+}
+
+impl Case for Norm {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn ways(&self) -> Vec<Way> {
+        let mut ways = Way::ROWS.to_vec();
+        if self.kind == Kind::Rms {
+            ways.push(Way::variant(1, "in place"));
+        }
+        ways
+    }
+
+    fn run<B: Backend>(&self, bench: &mut Bench<'_, B>, way: Way) -> Vec<Part> {
+        let [n, heads, d] = self.shape;
+        let (timeline, width) = (Timeline::new(&[n]), heads * d);
+        let w = bench.weight(&self.w);
+        let mut all = vec![f32::NAN; n * width];
+        for step in timeline.steps(way) {
+            let x = bench.input(&timeline.gather(&step, &self.x, width), width, way);
+            let z = bench.input(&timeline.gather(&step, &self.z, width), width, way);
+            let n = timeline.numbers(&step).len();
+            let fresh = bench.output(n, width, way);
+            let (b, p) = (bench.b, &mut bench.pass);
+            let out = if self.kind == Kind::Rms && way.variant == 0 { &fresh } else { &x };
+            match self.kind {
+                Kind::Rms => b.rms_norm(p, x.view(), &w, heads, EPS, n, out.view()),
+                Kind::L2 => b.l2_norm(p, x.view(), [heads, d], EPS, FACTOR, n),
+                Kind::Gated(gate) => b.gated_norm(p, x.view(), z.view(), &w, heads, EPS, gate, n),
+            }
+            timeline.scatter(&step, &bench.finish(out), width, &mut all);
+        }
+        vec![Part::new("out", width, all)]
+    }
+}

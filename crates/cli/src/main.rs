@@ -1,0 +1,83 @@
+//! The binary `snowmelt`: flags, terminal and environment around the engine.
+#![forbid(unsafe_code)]
+
+mod answer;
+mod args;
+mod bench;
+mod ceilings;
+mod chat;
+mod eval;
+mod input;
+mod inspect;
+mod interrupt;
+mod logits;
+mod model;
+mod options;
+mod output;
+mod pack;
+mod plan;
+mod run;
+mod sampling;
+mod size;
+mod tiny;
+mod verify;
+
+use args::{Cli, Command};
+use clap::{CommandFactory, Parser};
+use output::{StdoutClosed, Ui};
+use std::process::ExitCode;
+
+/// A usage error that clap cannot see by itself.
+const USAGE: u8 = 2;
+/// What a shell reports for a program that a closed pipe ended.
+const CLOSED_PIPE: u8 = 128 + 13;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Nobody is left to tell when this fails too.
+            let _ = error.print();
+            return ExitCode::from(error.exit_code() as u8);
+        }
+    };
+    let ui = Ui::new(&cli.globals);
+    if let Err(error) = interrupt::install() {
+        ui.warn(format_args!("Ctrl-C will not be handled: {error}"));
+    }
+    match dispatch(cli.command, ui) {
+        Ok(code) => code,
+        Err(error) => report(&error, ui),
+    }
+}
+
+fn dispatch(command: Command, ui: Ui) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Run(args) => run::run(args, ui),
+        Command::Logits(args) => logits::run(&args, ui),
+        Command::Eval { what } => eval::run(&what, ui),
+        Command::Pack(args) => pack::run(&args, ui),
+        Command::Verify(args) => verify::run(&args, ui),
+        Command::Inspect(args) => inspect::run(&args, ui),
+        Command::Plan(args) => plan::run(&args, ui),
+        Command::Bench(args) => bench::run(&args, ui),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "snowmelt", &mut script);
+            output::data(&String::from_utf8_lossy(&script))?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+fn report(error: &anyhow::Error, ui: Ui) -> ExitCode {
+    if error.downcast_ref::<StdoutClosed>().is_some() {
+        return ExitCode::from(CLOSED_PIPE);
+    }
+    if let Some(error) = error.downcast_ref::<clap::Error>() {
+        let _ = error.print();
+        return ExitCode::from(USAGE);
+    }
+    ui.error(error);
+    ExitCode::FAILURE
+}

@@ -1,0 +1,136 @@
+//! The model inside the binary: unpacked once, or used where it is.
+
+use crate::output::Ui;
+use anyhow::{Context, Result, ensure};
+use snowmelt_weights::{Bytes, Checkpoint};
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+include!(concat!(env!("OUT_DIR"), "/tiny.rs"));
+
+/// What users call it.
+pub(crate) const NAME: &str = "tiny";
+
+/// Characters of the digest in the folder's name.
+const DIGEST_CHARS: usize = 12;
+/// After this time a folder that was never finished belongs to nobody.
+const ABANDONED: Duration = Duration::from_hours(1);
+
+/// Whether this binary was built with it.
+pub(crate) fn is_built_in() -> bool {
+    !FILES.is_empty()
+}
+
+fn file(name: &str) -> Option<&'static [u8]> {
+    FILES.iter().find(|(n, _)| *n == name).map(|(_, bytes)| *bytes)
+}
+
+/// Opens it from the data folder, where its experts can stream; from memory where nothing can be
+/// written.
+pub(crate) fn open(ui: Ui) -> Result<Checkpoint> {
+    ensure!(is_built_in(), "this program was built without the model `{NAME}`");
+    let unpacked = crate::model::data_folder()
+        .context("there is no folder for models")
+        .and_then(|folder| unpacked(&folder.join("models")));
+    match unpacked {
+        Ok(folder) => {
+            ui.detail(format_args!("`{NAME}` is in {}", folder.display()));
+            match Checkpoint::open(&folder) {
+                Ok(checkpoint) => return Ok(checkpoint),
+                Err(error) => ui.warn(format_args!("{error}\nusing `{NAME}` from memory")),
+            }
+        }
+        Err(error) => ui.detail(format_args!("using `{NAME}` from memory: {error:#}")),
+    }
+    let files: Vec<(&str, Bytes)> =
+        FILES.iter().map(|(name, bytes)| (*name, Bytes::Static(bytes))).collect();
+    Ok(Checkpoint::from_memory(NAME, &files)?)
+}
+
+/// The folder with the files of exactly this binary's model, written first where it is not there.
+/// Any number of processes may do this at once.
+fn unpacked(models: &Path) -> Result<PathBuf> {
+    let digest = file("manifest.blake3").unwrap_or_default();
+    let digest = String::from_utf8_lossy(&digest[..digest.len().min(DIGEST_CHARS)]).into_owned();
+    let folder = models.join(format!("{NAME}-{digest}"));
+    if is_whole(&folder) {
+        return Ok(folder);
+    }
+    fs::create_dir_all(models).with_context(|| format!("could not create {}", models.display()))?;
+    remove_abandoned(models);
+    let nanos = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.subsec_nanos());
+    let own = models.join(format!(".{NAME}-{digest}-{}-{nanos}", std::process::id()));
+    let published = write_all(&own).and_then(|()| publish(&own, &folder));
+    if published.is_err() {
+        let _ = fs::remove_dir_all(&own);
+    }
+    published.with_context(|| format!("could not unpack into {}", models.display()))?;
+    Ok(folder)
+}
+
+/// Cheap: the digest of the manifest and all sizes. What is inside, `verify` tells.
+fn is_whole(folder: &Path) -> bool {
+    let same_size = |(name, bytes): &(&str, &[u8])| {
+        fs::metadata(folder.join(name)).is_ok_and(|meta| meta.len() == bytes.len() as u64)
+    };
+    let digest = fs::read(folder.join("manifest.blake3")).ok();
+    digest.as_deref() == file("manifest.blake3") && FILES.iter().all(same_size)
+}
+
+fn write_all(own: &Path) -> std::io::Result<()> {
+    fs::create_dir(own)?;
+    for (name, bytes) in FILES {
+        let mut file = File::create_new(own.join(name))?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+    }
+    sync_folder(own)
+}
+
+/// Renames our folder, unless another process was first; what is there and damaged makes way.
+fn publish(own: &Path, folder: &Path) -> std::io::Result<()> {
+    for attempt in 0..4 {
+        match fs::rename(own, folder) {
+            Ok(()) => {
+                return folder.parent().map_or(Ok(()), sync_folder);
+            }
+            Err(error) if !folder.exists() => return Err(error),
+            Err(_) if is_whole(folder) => return fs::remove_dir_all(own),
+            Err(_) => {}
+        }
+        let aside = own.with_extension(format!("old{attempt}"));
+        match fs::rename(folder, &aside) {
+            // It may be in use: whoever has it open keeps it until it closes it.
+            Ok(()) => fs::remove_dir_all(&aside)?,
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Err(ErrorKind::AlreadyExists.into())
+}
+
+#[cfg(unix)]
+fn sync_folder(folder: &Path) -> std::io::Result<()> {
+    File::open(folder)?.sync_all()
+}
+
+#[cfg(not(unix))]
+fn sync_folder(_: &Path) -> std::io::Result<()> {
+    Ok(())
+}
+
+/// Removes what processes that were killed left behind; a failure does not matter.
+fn remove_abandoned(models: &Path) {
+    let Ok(entries) = fs::read_dir(models) else { return };
+    let beginning = format!(".{NAME}-");
+    for entry in entries.filter_map(Result::ok) {
+        let is_ours = entry.file_name().to_string_lossy().starts_with(&beginning);
+        let age = entry.metadata().and_then(|meta| meta.modified()).ok();
+        let age = age.and_then(|modified| modified.elapsed().ok());
+        if is_ours && age.is_some_and(|age| age > ABANDONED) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}

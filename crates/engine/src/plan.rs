@@ -1,0 +1,438 @@
+//! The memory plan: a budget becomes context, chunk and slots before anything is allocated.
+
+use crate::error::{EngineError, Result};
+use crate::experts::Io;
+use crate::files;
+use snowmelt_backend::{BufType, Limits, PAGE_TOKENS};
+use snowmelt_expert_store::{PolicyOptions, SourceOptions};
+use snowmelt_model::Census;
+use std::fmt;
+
+/// Where routed experts are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Residency {
+    /// Resident if all fit into the budget, else streamed.
+    #[default]
+    Auto,
+    /// All in memory, read at open.
+    Resident,
+    /// Used where the file is mapped; the operating system decides what stays in memory.
+    Mapped,
+    /// Read into slots when a token needs them.
+    Streamed,
+}
+
+impl Residency {
+    /// As on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Resident => "resident",
+            Self::Mapped => "mapped",
+            Self::Streamed => "streamed",
+        }
+    }
+}
+
+/// What the user asks for; `None` leaves the choice to the plan.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// Bound on the memory of the whole process, in bytes.
+    pub memory_bytes: Option<u64>,
+    /// Expert slots, over all layers.
+    pub slots: Option<u32>,
+    /// Longest context of a session, in tokens.
+    pub context_tokens: Option<usize>,
+    /// Sessions that can be open at once.
+    pub sessions: usize,
+    /// Where experts are kept.
+    pub residency: Residency,
+    /// How they are read.
+    pub io: Io,
+    /// Most rows of a step.
+    pub prefill_chunk: Option<usize>,
+    /// Type of the KV cache.
+    pub kv: BufType,
+    /// Whether every record read is checked against its digest.
+    pub check_reads: bool,
+    /// Whether slots are filled with NaN before they are read into.
+    pub poison: bool,
+    /// Eviction.
+    pub policy: PolicyOptions,
+    /// Time after which a read has failed.
+    pub read_timeout: std::time::Duration,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            memory_bytes: None,
+            slots: None,
+            context_tokens: None,
+            sessions: 1,
+            residency: Residency::Auto,
+            io: Io::Auto,
+            prefill_chunk: None,
+            kv: BufType::F32,
+            check_reads: false,
+            poison: false,
+            policy: PolicyOptions::default(),
+            read_timeout: std::time::Duration::from_secs(30),
+        }
+    }
+}
+
+/// Bytes, printed in MiB or GiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Size(pub u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = self.0 as f64 / (1 << 20) as f64;
+        let text = if mib >= 1024.0 {
+            format!("{:.2} GiB", mib / 1024.0)
+        } else {
+            format!("{mib:.1} MiB")
+        };
+        f.pad(&text)
+    }
+}
+
+/// One subtrahend of the plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item {
+    /// What the bytes are for.
+    pub name: &'static str,
+    /// How many.
+    pub bytes: u64,
+}
+
+/// What fits into a budget.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Bound on the whole process, in bytes.
+    pub budget_bytes: u64,
+    /// Everything but slots.
+    pub items: Vec<Item>,
+    /// Bytes of one slot; 0 for a dense model.
+    pub slot_bytes: u64,
+    /// Slots.
+    pub slots: u32,
+    /// Fewest slots with which a token can be computed.
+    pub fewest_slots: u32,
+    /// Routed experts, over all layers.
+    pub n_experts: usize,
+    /// Chosen residency, never [`Residency::Auto`].
+    pub residency: Residency,
+    /// Context of each session, in tokens.
+    pub context_tokens: usize,
+    /// Sessions.
+    pub sessions: usize,
+    /// Most rows of a step.
+    pub rows: usize,
+    /// Rows of logits computed at once.
+    pub outputs: usize,
+    /// The smallest budget in which the model runs, with the context asked for.
+    pub smallest_bytes: u64,
+}
+
+/// What a plan needs to know of the backend and the process.
+#[derive(Clone, Copy)]
+pub(crate) struct Costs<'a> {
+    /// Scratch of the backend for given limits.
+    pub(crate) scratch_bytes: &'a dyn Fn(&Limits) -> usize,
+    /// Submissions that may be unfinished.
+    pub(crate) in_flight: usize,
+    /// Bytes that the process holds before the model is loaded.
+    pub(crate) base_bytes: u64,
+    /// Whether every record can be read without a bounce buffer.
+    pub(crate) is_aligned: bool,
+    /// Whether the checkpoint lies in memory already.
+    pub(crate) in_memory: bool,
+}
+
+impl<'a> Costs<'a> {
+    /// For this process as it is now.
+    pub(crate) fn now(scratch_bytes: &'a dyn Fn(&Limits) -> usize, in_flight: usize) -> Self {
+        let base_bytes = files::process_bytes().unwrap_or(32 << 20);
+        Self { scratch_bytes, in_flight, base_bytes, is_aligned: false, in_memory: false }
+    }
+}
+
+/// Chunks that the plan tries, largest first.
+const CHUNKS: [usize; 7] = [512, 256, 128, 64, 32, 16, 8];
+/// Context where none is asked for and the budget allows it.
+const CONTEXT_DEFAULT: usize = 8192;
+/// The least context that the plan chooses by itself.
+const CONTEXT_LEAST: usize = 512;
+/// Bytes that logits of one group of output rows may take.
+const LOGITS_BYTES: usize = 4 << 20;
+/// Allocator, stacks, page tables and what else has no item of its own.
+const OVERHEAD_BYTES: u64 = 4 << 20;
+
+/// Sizes that a plan chooses.
+#[derive(Clone, Copy)]
+struct Choice {
+    rows: usize,
+    context_tokens: usize,
+}
+
+/// What one plan is made from.
+struct Planner<'a> {
+    census: &'a Census,
+    options: &'a EngineOptions,
+    costs: Costs<'a>,
+    outputs: usize,
+    fewest_slots: u32,
+}
+
+impl Plan {
+    /// Chooses context, chunk, residency and slots.
+    ///
+    /// # Errors
+    /// [`EngineError::Budget`] with the subtraction that failed, [`EngineError::Slots`],
+    /// [`EngineError::Context`], [`EngineError::Residency`].
+    pub(crate) fn new(census: &Census, options: &EngineOptions, costs: Costs<'_>) -> Result<Self> {
+        let vocab_bytes = census.n_vocab.max(1) * 4;
+        let outputs = (LOGITS_BYTES / vocab_bytes).clamp(1, 64).max(options.sessions.min(8));
+        let fewest_slots = match census.n_experts_total() {
+            0 => 0,
+            _ => (census.limits.top_k * (costs.in_flight + 1)) as u32,
+        };
+        let planner = Planner { census, options, costs, outputs, fewest_slots };
+        planner.check_requests()?;
+        let budget = options.memory_bytes.unwrap_or_else(|| planner.auto_budget());
+        let mut plan = planner.choose(budget);
+        let needed = plan.fixed_bytes() + plan.slot_bytes * u64::from(fewest_slots);
+        if options.slots.is_none() && plan.residency != Residency::Mapped && needed > budget
+            || plan.fixed_bytes() > budget
+        {
+            return Err(EngineError::Budget { plan: Box::new(plan) });
+        }
+        planner.set_slots(&mut plan)?;
+        Ok(plan)
+    }
+
+    /// Bytes of everything but slots.
+    pub fn fixed_bytes(&self) -> u64 {
+        self.items.iter().map(|item| item.bytes).sum()
+    }
+
+    /// Bytes of everything.
+    pub fn total_bytes(&self) -> u64 {
+        self.fixed_bytes() + self.slot_bytes * u64::from(self.slots)
+    }
+
+    /// The message of a budget that is too small, with the subtraction.
+    pub fn refusal(&self) -> String {
+        let budget = Size(self.budget_bytes);
+        let mut text = format!("a memory budget of {budget} is too small for this model\n");
+        text.push_str(&self.subtraction());
+        let least = self.slot_bytes * u64::from(self.fewest_slots);
+        text.push_str(&format!(
+            "  needed for slots {:>14}  {} slots of {}, the fewest\n",
+            Size(least),
+            self.fewest_slots,
+            Size(self.slot_bytes)
+        ));
+        text.push_str(&format!(
+            "the smallest budget is `--memory {}`; a shorter `--context` needs less",
+            self.smallest_flag()
+        ));
+        text
+    }
+
+    /// The smallest budget as a flag's value, rounded up.
+    pub fn smallest_flag(&self) -> String {
+        format!("{}MiB", self.smallest_bytes.div_ceil(1 << 20))
+    }
+
+    /// Budget minus items, a line each.
+    pub fn subtraction(&self) -> String {
+        let mut text = format!("  {:<16} {:>14}\n", "budget", Size(self.budget_bytes));
+        for item in &self.items {
+            text.push_str(&format!("- {:<16} {:>14}\n", item.name, Size(item.bytes)));
+        }
+        let (fixed, budget) = (self.fixed_bytes(), self.budget_bytes);
+        let (sign, left) = match budget.checked_sub(fixed) {
+            Some(left) => ("=", left),
+            None => ("= minus", fixed - budget),
+        };
+        text.push_str(&format!("{sign} {:<16} {:>14}\n", "left for slots", Size(left)));
+        text
+    }
+}
+
+impl Planner<'_> {
+    fn check_requests(&self) -> Result<()> {
+        let (census, options) = (self.census, self.options);
+        if let Some(context) = options.context_tokens
+            && (context > census.context_max || context == 0)
+        {
+            let (got, limit) = (context, census.context_max);
+            return Err(EngineError::Context { got, limit, model: census.context_max });
+        }
+        if let Some(slots) = options.slots
+            && slots < self.fewest_slots
+        {
+            let (top_k, fewest) = (census.limits.top_k, self.fewest_slots);
+            return Err(EngineError::Slots { slots, top_k, fewest });
+        }
+        Ok(())
+    }
+
+    /// Nine tenths of what is available, and never more than everything needs.
+    fn auto_budget(&self) -> u64 {
+        let base = self.costs.base_bytes;
+        let available = files::available_memory().unwrap_or(8 << 30) + base;
+        let all = self.plan_for(u64::MAX, self.largest()).fixed_bytes()
+            + self.census.n_experts_total() as u64 * self.census.slot_bytes() as u64;
+        (available / 10 * 9).min(all)
+    }
+
+    fn largest(&self) -> Choice {
+        let context_max = self.census.context_max;
+        Choice {
+            rows: self.rows(CHUNKS[0]),
+            context_tokens: self.options.context_tokens.unwrap_or(context_max.min(CONTEXT_DEFAULT)),
+        }
+    }
+
+    fn smallest(&self) -> Choice {
+        let context_max = self.census.context_max;
+        Choice {
+            rows: self.rows(CHUNKS[CHUNKS.len() - 1]),
+            context_tokens: self.options.context_tokens.unwrap_or(context_max.min(CONTEXT_LEAST)),
+        }
+    }
+
+    fn rows(&self, chunk: usize) -> usize {
+        self.options.prefill_chunk.unwrap_or(chunk).max(self.options.sessions)
+    }
+
+    /// The largest context and chunk that leave most of the memory to slots.
+    fn choose(&self, budget: u64) -> Plan {
+        let mut choice = self.largest();
+        let floor = self.smallest();
+        let least_slots = self.census.slot_bytes() as u64 * u64::from(self.fewest_slots);
+        let smallest = self.plan_for(budget, floor);
+        // What a larger context and chunk may take beyond the smallest ones.
+        let spare = budget.saturating_sub(smallest.fixed_bytes() + least_slots);
+        let experts = self.census.n_experts_total() as u64 * self.census.slot_bytes() as u64;
+        let may_take = (spare / 4).max(spare.saturating_sub(experts));
+        let extra = |choice: Choice| {
+            self.plan_for(budget, choice).fixed_bytes().saturating_sub(smallest.fixed_bytes())
+        };
+        let context_only = |context_tokens| Choice { rows: floor.rows, context_tokens };
+        while choice.context_tokens > floor.context_tokens
+            && extra(context_only(choice.context_tokens)) > may_take / 2
+        {
+            choice.context_tokens = (choice.context_tokens / 2).max(floor.context_tokens);
+        }
+        for chunk in CHUNKS {
+            choice.rows = self.rows(chunk);
+            if extra(choice) <= may_take {
+                break;
+            }
+        }
+        self.plan_for(budget, choice)
+    }
+
+    fn plan_for(&self, budget_bytes: u64, choice: Choice) -> Plan {
+        let items = self.items(choice);
+        let census = self.census;
+        let mut plan = Plan {
+            budget_bytes,
+            items,
+            slot_bytes: census.slot_bytes() as u64,
+            slots: 0,
+            fewest_slots: self.fewest_slots,
+            n_experts: census.n_experts_total(),
+            residency: self.options.residency,
+            context_tokens: choice.context_tokens,
+            sessions: self.options.sessions,
+            rows: choice.rows,
+            outputs: self.outputs,
+            smallest_bytes: 0,
+        };
+        let smallest: u64 = self.items(self.smallest()).iter().map(|item| item.bytes).sum();
+        plan.smallest_bytes = smallest + plan.slot_bytes * u64::from(self.fewest_slots);
+        plan
+    }
+
+    fn items(&self, choice: Choice) -> Vec<Item> {
+        let (census, options) = (self.census, self.options);
+        let pages = choice.context_tokens.div_ceil(PAGE_TOKENS) * options.sessions;
+        let kv = census.per_token_elements() * options.kv.bytes() * pages * PAGE_TOKENS;
+        // One more row of recurrent state than sessions, to copy on write.
+        let recurrent = census.per_sequence_elements() * 4 * options.sessions;
+        let limits = Limits {
+            rows: choice.rows,
+            context_tokens: choice.context_tokens,
+            ..census.limits
+        };
+        let scratch = choice.rows * census.scratch_width * 4
+            + self.outputs * census.outputs_width * 4
+            + (self.costs.scratch_bytes)(&limits);
+        let logits = census.n_vocab * (4 * options.sessions + 16);
+        let source = source_options(self.costs.is_aligned);
+        let io = match self.costs.in_memory || census.n_experts_total() == 0 {
+            true => 0,
+            false => source.pread_buffer_bytes().max(source.uring_buffer_bytes()),
+        };
+        let item = |name, bytes: usize| Item { name, bytes: bytes as u64 };
+        vec![
+            Item { name: "process", bytes: self.costs.base_bytes + OVERHEAD_BYTES },
+            item("trunk", census.trunk_bytes()),
+            item("kv cache", kv),
+            item("recurrent state", recurrent),
+            item("scratch", scratch),
+            item("logits", logits),
+            item("io buffers", io + (2 << 20)),
+        ]
+    }
+
+    fn set_slots(&self, plan: &mut Plan) -> Result<()> {
+        let all = plan.n_experts as u64;
+        let fit = match plan.slot_bytes {
+            0 => 0,
+            bytes => (plan.budget_bytes.saturating_sub(plan.fixed_bytes()) / bytes).min(all),
+        };
+        let wanted = self.options.slots.map(u64::from);
+        let all_fit = fit >= all;
+        plan.residency = match self.options.residency {
+            Residency::Auto if wanted.is_some_and(|slots| slots < all) => Residency::Streamed,
+            Residency::Auto if all_fit => Residency::Resident,
+            Residency::Auto => Residency::Streamed,
+            Residency::Resident if !all_fit => {
+                let mut needed = plan.clone();
+                needed.fewest_slots = all as u32;
+                needed.smallest_bytes =
+                    self.plan_for(0, self.smallest()).fixed_bytes() + all * plan.slot_bytes;
+                return Err(EngineError::Budget { plan: Box::new(needed) });
+            }
+            asked => asked,
+        };
+        plan.slots = match plan.residency {
+            Residency::Mapped => 0,
+            Residency::Resident => all as u32,
+            _ => wanted.unwrap_or(fit).min(all) as u32,
+        };
+        if plan.total_bytes() > plan.budget_bytes && self.options.memory_bytes.is_some() {
+            let mut needed = plan.clone();
+            needed.fewest_slots = plan.slots;
+            needed.smallest_bytes = plan.total_bytes();
+            return Err(EngineError::Budget { plan: Box::new(needed) });
+        }
+        Ok(())
+    }
+}
+
+/// Read options: small bounce buffers where every record is aligned and none is needed.
+pub(crate) fn source_options(is_aligned: bool) -> SourceOptions {
+    let options = SourceOptions::default();
+    match is_aligned {
+        true => SourceOptions { bounce_bytes: 8192, bounces: 1, ..options },
+        false => options,
+    }
+}

@@ -1,0 +1,11 @@
+//! The store over real files and over files that go wrong. One binary; `alloc.rs` is another,
+//! since it owns the allocator.
+
+#[path = "sim/faults.rs"]
+mod faults;
+#[path = "sim/seeded.rs"]
+mod seeded;
+#[path = "sim/sources.rs"]
+mod sources;
+#[path = "sim/world.rs"]
+mod world;

@@ -1,0 +1,156 @@
+//! Checks that every family makes on its config.
+
+use crate::error::ModelError;
+use snowmelt_weights::ConfigView;
+
+pub(crate) type Result<T, E = ModelError> = std::result::Result<T, E>;
+
+/// The error of one field.
+pub(crate) fn refuse<T>(
+    field: &'static str,
+    found: impl ToString,
+    expected: impl Into<String>,
+) -> Result<T> {
+    Err(ModelError::Config { field, found: found.to_string(), expected: expected.into() })
+}
+
+/// `value` is at least 1.
+pub(crate) fn positive(field: &'static str, value: usize) -> Result<usize> {
+    if value == 0 { refuse(field, value, "at least 1") } else { Ok(value) }
+}
+
+/// `value` is a positive multiple of `of`.
+pub(crate) fn multiple(
+    field: &'static str,
+    value: usize,
+    of_field: &str,
+    of: usize,
+) -> Result<usize> {
+    positive(field, value)?;
+    if of == 0 || !value.is_multiple_of(of) {
+        return refuse(field, value, format!("a multiple of `{of_field}` = {of}"));
+    }
+    Ok(value)
+}
+
+/// The text part of a config: itself, or `text_config` of a multimodal wrapper.
+pub(crate) fn text_config<'a>(config: &ConfigView<'a>) -> Result<ConfigView<'a>> {
+    Ok(config.opt_object("text_config")?.unwrap_or_else(|| config.clone()))
+}
+
+/// Refuses an activation function other than SiLU.
+pub(crate) fn require_silu(config: &ConfigView<'_>) -> Result<()> {
+    match config.opt_str("hidden_act")? {
+        None | Some("silu" | "swish") => Ok(()),
+        Some(other) => refuse("hidden_act", other, "`silu`"),
+    }
+}
+
+/// Sizes of the residual stream that every family has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Trunk {
+    pub(crate) n_layers: usize,
+    pub(crate) d_model: usize,
+    pub(crate) n_vocab: usize,
+    pub(crate) eps: f32,
+    pub(crate) tied: bool,
+    pub(crate) context_max: usize,
+}
+
+impl Trunk {
+    /// Reads the fields; `outer` is the wrapper, which may hold `tie_word_embeddings`.
+    pub(crate) fn read(outer: &ConfigView<'_>, text: &ConfigView<'_>) -> Result<Self> {
+        let tied = match text.opt_bool("tie_word_embeddings")? {
+            Some(tied) => tied,
+            None => outer.opt_bool("tie_word_embeddings")?.unwrap_or(false),
+        };
+        Ok(Self {
+            n_layers: positive("num_hidden_layers", text.usize("num_hidden_layers")?)?,
+            d_model: positive("hidden_size", text.usize("hidden_size")?)?,
+            n_vocab: positive("vocab_size", text.usize("vocab_size")?)?,
+            eps: norm_eps(text)?,
+            tied,
+            context_max: positive(
+                "max_position_embeddings",
+                text.usize_or("max_position_embeddings", 4096)?,
+            )?,
+        })
+    }
+}
+
+fn norm_eps(text: &ConfigView<'_>) -> Result<f32> {
+    let eps = text.opt_f64("rms_norm_eps")?.unwrap_or(1e-6);
+    if !(eps.is_finite() && eps >= 0.0) {
+        return refuse("rms_norm_eps", eps, "a number that is not negative");
+    }
+    Ok(eps as f32)
+}
+
+/// Sizes of grouped-query attention.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Heads {
+    pub(crate) n_heads: usize,
+    pub(crate) n_kv_heads: usize,
+    pub(crate) d_head: usize,
+}
+
+impl Heads {
+    pub(crate) fn read(text: &ConfigView<'_>, d_model: usize) -> Result<Self> {
+        let n_heads = positive("num_attention_heads", text.usize("num_attention_heads")?)?;
+        let n_kv_heads =
+            positive("num_key_value_heads", text.usize_or("num_key_value_heads", n_heads)?)?;
+        multiple("num_attention_heads", n_heads, "num_key_value_heads", n_kv_heads)?;
+        let d_head = match text.opt_usize("head_dim")? {
+            Some(d_head) => positive("head_dim", d_head)?,
+            None => multiple("hidden_size", d_model, "num_attention_heads", n_heads)? / n_heads,
+        };
+        if text.opt_bool("attention_bias")?.unwrap_or(false) {
+            return refuse("attention_bias", true, "`false`");
+        }
+        Ok(Self { n_heads, n_kv_heads, d_head })
+    }
+}
+
+/// Sizes of routed experts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertSizes {
+    pub(crate) n_experts: usize,
+    pub(crate) top_k: usize,
+    pub(crate) d_expert: usize,
+    pub(crate) renormalise: bool,
+}
+
+impl ExpertSizes {
+    pub(crate) fn read(text: &ConfigView<'_>, renormalise: bool) -> Result<Self> {
+        let n_experts =
+            positive("num_experts", text.usize_any(&["num_experts", "num_local_experts"])?)?;
+        let top_k = positive("num_experts_per_tok", text.usize("num_experts_per_tok")?)?;
+        if top_k > n_experts {
+            let expected = format!("at most `num_experts` = {n_experts}");
+            return refuse("num_experts_per_tok", top_k, expected);
+        }
+        let d_expert = positive("moe_intermediate_size", text.usize("moe_intermediate_size")?)?;
+        Ok(Self { n_experts, top_k, d_expert, renormalise })
+    }
+}
+
+/// Which mixer each layer has: `layer_types`, else every `full_attention_interval`-th is full.
+pub(crate) fn full_attention_layers(text: &ConfigView<'_>, n_layers: usize) -> Result<Vec<bool>> {
+    let Some(types) = text.opt_strs("layer_types")? else {
+        let interval = positive(
+            "full_attention_interval",
+            text.usize_or("full_attention_interval", 4)?,
+        )?;
+        return Ok((0..n_layers).map(|layer| (layer + 1).is_multiple_of(interval)).collect());
+    };
+    if types.len() != n_layers {
+        let expected = format!("`num_hidden_layers` = {n_layers} entries");
+        return refuse("layer_types", format!("{} entries", types.len()), expected);
+    }
+    let full = |kind: &&str| match *kind {
+        "full_attention" => Ok(true),
+        "linear_attention" => Ok(false),
+        other => refuse("layer_types", other, "`linear_attention` or `full_attention`"),
+    };
+    types.iter().map(full).collect()
+}

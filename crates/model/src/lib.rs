@@ -1,0 +1,27 @@
+//! Model families: one file each, from `config.json` to the forward pass.
+//!
+//! A family file holds its `Config` (fields named as in `config.json`), its tensor names, the state
+//! it keeps, and `load`. `load` is written once over [`Loader`] and runs twice: over a
+//! [`Census`], which reads headers alone and answers what the model needs, and over the loader
+//! of a backend, which reads weights. What three families share unchanged lies in `blocks`.
+//!
+//! Nothing here names a file, a thread, a cache or an environment variable.
+
+mod blocks;
+mod census;
+mod config;
+mod error;
+mod experts;
+mod loader;
+mod registry;
+mod rotary;
+
+mod qwen3_5;
+mod qwen3_moe;
+mod qwen3_next;
+
+pub use census::{Census, TrunkTensor};
+pub use error::ModelError;
+pub use experts::{ExpertTable, Span};
+pub use loader::{Loader, StateDecl, StateKind, Use, WeightLoader};
+pub use registry::{Decoder, FAMILIES, Loaded, Step, census, load};

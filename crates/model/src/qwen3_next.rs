@@ -1,0 +1,92 @@
+//! Qwen3-Next: gated DeltaNet in three layers of four, gated attention in the fourth, routed
+//! experts beside a gated shared one. All norms but the DeltaNet's own are stored centred on zero.
+//!
+//! ```text
+//! x += delta_net(norm x)  or  x += o_proj(attention(q, k, v) * sigmoid(gate))
+//! x += sum of top_k experts + sigmoid(shared_expert_gate x) shared_expert(x)
+//! ```
+//! The input projections of the DeltaNet are grouped by key head on disk.
+//! Source: transformers `models/qwen3_next/modeling_qwen3_next.py`.
+//! Checkpoints: Qwen3-Next-80B-A3B.
+
+use crate::blocks::{
+    Attention, AttentionShape, DeltaNet, DeltaShape, Ffn, LayerParts, Mixer, Mlp, Moe, MoeShape,
+    Packing, PreNorm, PreNormParts,
+};
+use crate::config::{
+    ExpertSizes, Heads, Result, Trunk, full_attention_layers, positive, require_silu, text_config,
+};
+use crate::loader::Loader;
+use crate::qwen3_moe::dense_layers;
+use crate::rotary::Rotary;
+use snowmelt_weights::ConfigView;
+
+pub(crate) type Model<W, Buf> = PreNorm<W, Buf>;
+
+pub(crate) fn load<L: Loader>(
+    config: &ConfigView<'_>,
+    l: &mut L,
+) -> Result<(Model<L::Weight, L::Buf>, Trunk)> {
+    let text = text_config(config)?;
+    let renormalise = text.opt_bool("norm_topk_prob")?.unwrap_or(true);
+    let sizes = ExpertSizes::read(&text, renormalise)?;
+    let dense = |trunk: &Trunk| dense_layers(&text, trunk.n_layers);
+    load_hybrid(config, &text, l, Packing::ByKeyHead, Some(sizes), dense)
+}
+
+/// The part that Qwen3.5 shares: everything but how projections are packed and which layers have
+/// experts. `sizes: None` is a dense model.
+pub(crate) fn load_hybrid<L: Loader>(
+    config: &ConfigView<'_>,
+    text: &ConfigView<'_>,
+    l: &mut L,
+    packing: Packing,
+    sizes: Option<ExpertSizes>,
+    dense: impl FnOnce(&Trunk) -> Result<Vec<bool>>,
+) -> Result<(Model<L::Weight, L::Buf>, Trunk)> {
+    require_silu(text)?;
+    let trunk = Trunk::read(config, text)?;
+    let (d_model, eps) = (trunk.d_model, trunk.eps);
+    let heads = Heads::read(text, d_model)?;
+    let rotary = Rotary::read(text, heads.d_head, trunk.context_max)?;
+    let attention = AttentionShape { heads, d_model, gated: true, norm_plus: 1.0, eps };
+    let full = full_attention_layers(text, trunk.n_layers)?;
+    let delta = match full.contains(&false) {
+        true => Some(DeltaShape::read(text, d_model, eps)?),
+        false => None,
+    };
+    let dense = dense(&trunk)?;
+    let d_mlp = match dense.contains(&true) {
+        true => positive("intermediate_size", text.usize("intermediate_size")?)?,
+        false => 0,
+    };
+    let moe = match sizes.filter(|_| dense.contains(&false)) {
+        Some(sizes) => {
+            let name = "shared_expert_intermediate_size";
+            let d_shared = Some(positive(name, text.usize(name)?)?);
+            Some(MoeShape { d_model, sizes, d_shared })
+        }
+        None => None,
+    };
+    let parts =
+        PreNormParts { trunk, norm_plus: 1.0, attention, rotary: &rotary, delta, moe, d_mlp };
+    let model = PreNorm::load(l, &parts, |l, index| {
+        let mixer = match delta.filter(|_| !full[index]) {
+            Some(shape) => {
+                let name = format!("layers.{index}.linear_attn");
+                Mixer::DeltaNet(DeltaNet::load(l, shape, packing, index, &name)?)
+            }
+            None => {
+                let name = format!("layers.{index}.self_attn");
+                Mixer::Attention(Attention::load(l, attention, index, &name)?)
+            }
+        };
+        let name = format!("layers.{index}.mlp");
+        let ffn = match moe.filter(|_| !dense[index]) {
+            Some(shape) => Ffn::Moe(Moe::load(l, shape, index, &name)?),
+            None => Ffn::Mlp(Mlp::load(l, [d_model, d_mlp], &name)?),
+        };
+        Ok(LayerParts { mixer, ffn })
+    })?;
+    Ok((model, trunk))
+}

@@ -1,0 +1,136 @@
+//! Which family a checkpoint belongs to, and the two ways of loading it.
+
+use crate::census::{Census, CensusLoader};
+use crate::config::Result;
+use crate::error::ModelError;
+use crate::loader::WeightLoader;
+use crate::{qwen3_5, qwen3_moe, qwen3_next};
+use snowmelt_backend::{Backend, ExpertFetch, Limits, MoeWork, Rows, StepError};
+use snowmelt_weights::{Checkpoint, ConfigView};
+use std::ops::Range;
+
+/// What one step works with.
+#[derive(Debug)]
+pub struct Step<'a, B: Backend, F> {
+    /// The backend.
+    pub b: &'a B,
+    /// The recording.
+    pub p: &'a mut B::Pass,
+    /// The rows.
+    pub rows: &'a Rows,
+    /// State buffers, in the order of [`Census::state`].
+    pub state: &'a [B::Buf],
+    /// The experts.
+    pub fetch: &'a mut F,
+    /// Host memory of the expert loop, and which rows failed.
+    pub work: &'a mut MoeWork,
+}
+
+/// A loaded model.
+pub trait Decoder<B: Backend, F: ExpertFetch<B>> {
+    /// Records one step of all rows; their hidden states stay in the model's scratch.
+    ///
+    /// # Errors
+    /// When the step as a whole cannot go on; rows that alone failed are marked in
+    /// [`Step::work`].
+    fn forward(&self, step: &mut Step<'_, B, F>) -> Result<(), StepError>;
+
+    /// Logits `[outputs.len(), n_vocab]` of these output rows ([`Rows::outputs`]) of the step
+    /// recorded last; at most as many as the model was loaded for.
+    fn head(&self, b: &B, p: &mut B::Pass, rows: &Rows, outputs: Range<usize>) -> &B::Buf;
+}
+
+/// A model loaded for a backend and an expert source.
+pub type Loaded<B, F> = Box<dyn Decoder<B, F>>;
+
+/// One line a family: name, `model_type` spellings, `load`.
+macro_rules! families {
+    ($($name:literal [$($model_type:literal),+] => $load:path;)+) => {
+        /// Families that are built in, by name.
+        pub const FAMILIES: &[&str] = &[$($name),+];
+
+        fn family_of(model_type: &str) -> Option<&'static str> {
+            match model_type {
+                $($($model_type)|+ => Some($name),)+
+                _ => None,
+            }
+        }
+
+        /// What the checkpoint needs, from its headers alone.
+        ///
+        /// # Errors
+        /// When the family is not known, or a tensor or config field is wrong.
+        pub fn census(checkpoint: &Checkpoint) -> Result<Census> {
+            let (config, family) = identify(checkpoint)?;
+            let mut l = CensusLoader::new(checkpoint);
+            let trunk = match family {
+                $($name => $load(&config, &mut l)?.1,)+
+                _ => unreachable!("`identify` names a family of the table"),
+            };
+            let embedding = l.tensors.trunk("embed_tokens.weight");
+            let table = l.trunk.iter().find(|tensor| tensor.name == embedding && !trunk.tied);
+            let embedding_bytes = table.map_or(0, |tensor| tensor.loaded_bytes);
+            Ok(Census {
+                family,
+                n_vocab: trunk.n_vocab,
+                n_layers: trunk.n_layers,
+                context_max: trunk.context_max,
+                limits: l.limits,
+                trunk: l.trunk,
+                constant_bytes: l.constant_bytes,
+                embedding_bytes,
+                experts: l.experts,
+                state: l.state,
+                scratch_width: l.scratch_width,
+                outputs_width: l.outputs_width,
+                skipped: l.tensors.finish(family)?,
+            })
+        }
+
+        /// Reads the weights into `backend` and reserves its scratch for `limits` (those of the
+        /// census, with `rows` and `context_tokens` set) and `outputs` rows of logits at a time.
+        ///
+        /// # Errors
+        /// As [`census`], or when a file cannot be read.
+        pub fn load<B: Backend, F: ExpertFetch<B>>(
+            checkpoint: &Checkpoint,
+            backend: &B,
+            limits: &Limits,
+            outputs: usize,
+        ) -> Result<Loaded<B, F>> {
+            let (config, family) = identify(checkpoint)?;
+            backend.prepare(limits);
+            let mut l = WeightLoader::new(checkpoint, backend, limits.rows, outputs);
+            match family {
+                $($name => Ok(Box::new($load(&config, &mut l)?.0)),)+
+                _ => unreachable!("`identify` names a family of the table"),
+            }
+        }
+    };
+}
+
+families! {
+    "qwen3_moe" ["qwen3_moe"] => qwen3_moe::load;
+    "qwen3_next" ["qwen3_next"] => qwen3_next::load;
+    "qwen3_5_moe" ["qwen3_5_moe", "qwen3_5_moe_text"] => qwen3_5::moe::load;
+    "qwen3_5" ["qwen3_5", "qwen3_5_text"] => qwen3_5::load;
+}
+
+/// The family: `model_type` of the config, else of its `text_config`.
+fn identify(checkpoint: &Checkpoint) -> Result<(ConfigView<'_>, &'static str)> {
+    let config = ConfigView::new(checkpoint.config(), "config.json")?;
+    let outer = config.opt_str("model_type")?;
+    let nested = match config.opt_object("text_config")? {
+        Some(text) => text.opt_str("model_type")?,
+        None => None,
+    };
+    let found = [outer, nested].into_iter().flatten().find_map(family_of);
+    match found {
+        Some(family) => Ok((config, family)),
+        None => Err(ModelError::UnknownFamily {
+            origin: checkpoint.origin().to_owned(),
+            found: outer.or(nested).unwrap_or("missing").to_owned(),
+            known: FAMILIES.join(", "),
+        }),
+    }
+}

@@ -1,0 +1,49 @@
+//! The project's own commands: `cargo xtask help`. One module a subcommand.
+#![forbid(unsafe_code)]
+
+mod ci;
+mod fixtures;
+mod neon;
+mod policy;
+mod project;
+mod safetensors;
+mod spdx;
+mod tidy;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", about = "The project's own commands")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Holds the tree to its rules; also runs as a test
+    Tidy,
+    /// Everything that a change must pass besides the tests
+    Ci,
+    /// Runs the conformance tests of the CPU backend on an emulated aarch64
+    Neon(neon::Options),
+    /// Makes `fixtures/` from the reference models in `../shared/oracle`
+    Fixtures(fixtures::Options),
+}
+
+fn main() -> ExitCode {
+    let result = match Arguments::parse().command {
+        Command::Tidy => tidy::run(),
+        Command::Ci => ci::run(),
+        Command::Neon(options) => neon::run(&options),
+        Command::Fixtures(options) => fixtures::run(&options),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
