@@ -166,30 +166,8 @@ fn choose(logits: &Tensors, rows_max: usize) -> Result<(Tensors, usize)> {
     Ok((chosen, stride))
 }
 
-const README: &str = "\
-# Tiny reference models
-
-One folder a family, with random weights: the text is noise, the numbers are exact. The logits were
-computed by Hugging Face transformers in f32 on a CPU (versions in `cases.json`), from weights that
-are exact in bf16. `cargo xtask fixtures` makes this folder from the full reference files, and
-`cargo xtask fixtures --check` says whether it still would; both need those files beside the project
-(`../shared/oracle`). Nothing here is edited by hand.
-
-| file | what |
-|---|---|
-| `model.safetensors` | weights under published names, unchanged |
-| `config.json` | the config as newer transformers write it, unchanged |
-| `config.published.json` | the same values as published files spell them, unchanged |
-| `cases.json` | `prompt`, the next 32 ids `greedy` (the end-of-text id does not stop), `greedy_rows` = first and last row of the logits that chose them, `robust`, `tolerance`; fields about the making are left out |
-| `logits.safetensors` | for each case `<case>: [m, vocab] f32` and `<case>.rows: [m] u32`, the row numbers |
-
-Row `t` holds the logits after tokens `0..=t` of prompt and greedy ids. Of the rows of a case the
-first 8, every 8th and the last are kept (every 16th and so on where a family would have more than
-120 rows in all; none has).
-
-An engine in f32 must be within `tolerance.f32_max_abs` of every row, and must choose the greedy ids
-where `robust` is true; elsewhere a near-tie may fall either way.
-";
+/// The page that goes with the files.
+const README: &str = include_str!("fixtures.md");
 
 #[cfg(test)]
 mod tests {

@@ -165,7 +165,8 @@ fn features(tree: &Tree, findings: &mut Findings) {
             continue;
         }
         for at in words(&source.code, "feature") {
-            if source.code[at..].trim_start_matches("feature").trim_start().starts_with('=') {
+            // What a string holds is blank.
+            if source.code[at + "feature".len()..].trim_start().starts_with("= \"") {
                 let message = "`model` has no Cargo features: decide from the config at run time";
                 findings.add(path, source.line(at), message);
             }
