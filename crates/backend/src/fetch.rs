@@ -1,7 +1,6 @@
 //! How a model asks for routed experts. The engine implements these traits over `expert-store`.
 
 use crate::verbs::Backend;
-use std::any::Any;
 use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
@@ -40,21 +39,32 @@ impl Routes {
     }
 }
 
+/// Whoever keeps slots from eviction while pins of them live.
+pub trait PinOwner: Send + Sync {
+    /// Drops one pin of `slot`. A device's thread may call it at any time, under any lock.
+    fn unpin(&self, slot: u32);
+}
+
+/// Memory that is never evicted.
+impl PinOwner for () {
+    fn unpin(&self, _: u32) {}
+}
+
 /// An expert whose bytes are in a slot, with the pin that keeps them there.
 ///
 /// The pin cannot be taken out: whoever can name the slot also holds it, so evicting bytes in use
-/// is impossible by type.
+/// is impossible by type. A counted token and a slot number rather than an object of its own, since
+/// a step may not allocate.
 pub struct Ready {
     expert: u32,
     slot: u32,
-    _pin: Arc<dyn Any + Send + Sync>,
+    owner: Arc<dyn PinOwner>,
 }
 
 impl Ready {
-    /// `pin` is the store's counted token; dropping the last clone unpins. A device's thread may
-    /// drop it at any time, under any lock.
-    pub fn new(expert: u32, slot: u32, pin: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { expert, slot, _pin: pin }
+    /// Takes over one pin of `slot`, which `owner` drops with it.
+    pub fn new(expert: u32, slot: u32, owner: Arc<dyn PinOwner>) -> Self {
+        Self { expert, slot, owner }
     }
 
     /// Expert index in its layer.
@@ -65,6 +75,12 @@ impl Ready {
     /// Slot index in the slab.
     pub fn slot(&self) -> u32 {
         self.slot
+    }
+}
+
+impl Drop for Ready {
+    fn drop(&mut self) {
+        self.owner.unpin(self.slot);
     }
 }
 
@@ -198,8 +214,10 @@ mod tests {
         failures.reset(2);
         failures.mark([1].into_iter(), &StepError::DeviceLost);
         assert!(failures.is_failed(1) && !failures.is_failed(0) && !failures.all());
-        failures.mark([0].into_iter(), &StepError::DeviceLost);
+        let source = Arc::new(std::fmt::Error);
+        failures.mark([0].into_iter(), &StepError::Store { source });
         assert!(failures.all());
+        assert!(matches!(failures.first(), Some(StepError::DeviceLost)));
         failures.reset(2);
         assert!(failures.first().is_none() && !failures.is_failed(1));
     }

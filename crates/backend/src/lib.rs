@@ -33,7 +33,7 @@ mod verbs;
 pub mod conformance;
 pub mod reference;
 
-pub use fetch::{ExpertFetch, ExpertSet, Failures, Ready, Routes, StepError};
+pub use fetch::{ExpertFetch, ExpertSet, Failures, PinOwner, Ready, Routes, StepError};
 pub use moe::{MoeBlock, MoeWork, RouteObserver, moe_block};
 pub use rows::{PAGE_TOKENS, Row, Rows, RowsDraft, Sequence};
 pub use verbs::{

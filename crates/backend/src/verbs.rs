@@ -131,7 +131,8 @@ pub struct Attention<'a, Buf> {
     pub k_cache: &'a Buf,
     /// As `k_cache`.
     pub v_cache: &'a Buf,
-    /// Query heads; a multiple of `n_kv_heads`. Head `h` reads KV head `h / (n_heads / n_kv_heads)`.
+    /// Query heads; a multiple of `n_kv_heads`. Head `h` reads KV head
+    /// `h / (n_heads / n_kv_heads)`.
     pub n_heads: usize,
     /// Key and value heads.
     pub n_kv_heads: usize,
@@ -379,8 +380,8 @@ pub trait Backend: Sized + 'static {
         out: View<'_, Self::Buf>,
     );
 
-    /// `out[t, h] = x[t, h] * rsqrt(mean(x[t, h]^2) + eps) * w`; `x, out: [n, heads, d]; w: [1, d]`.
-    /// In place.
+    /// `out[t, h] = x[t, h] * rsqrt(mean(x[t, h]^2) + eps) * w`; `x, out: [n, heads, d]`;
+    /// `w: [1, d]`. In place.
     #[expect(clippy::too_many_arguments, reason = "a verb names its operands")]
     fn rms_norm(
         &self,
@@ -484,7 +485,8 @@ pub trait Backend: Sized + 'static {
         out: View<'_, Self::Buf>,
     );
 
-    /// Depthwise causal convolution, then `silu`: `out[t, c] = silu(sum_k w[c, k] * x[t-K+1+k, c])`;
+    /// Depthwise causal convolution, then `silu`:
+    /// `out[t, c] = silu(sum_k w[c, k] * x[t-K+1+k, c])`;
     /// `x, out: [n, C]; w: [C, K]`; `state: [n_fixed, K-1, C]` f32 holds the inputs of the last
     /// K-1 tokens, oldest first, and is moved on. Not in place.
     fn causal_conv(

@@ -3,11 +3,11 @@
 use crate::error::{EngineError, Result};
 use crate::plan::{EngineOptions, Plan, Residency, source_options};
 use snowmelt_backend::{
-    Backend, ExpertFetch, ExpertSet, HostRecords, Ready, Slab, StepError,
+    Backend, ExpertFetch, ExpertSet, HostRecords, PinOwner, Ready, Slab, StepError,
 };
 use snowmelt_expert_store::{
     Blob, BlockSource, Extent, FetchResult, FetchSet, FileSpec, Key, MappedFiles, MemorySource,
-    MmapSource, PreadSource, ReadMode, RecordTable, SlotMemory, SourceOptions, Stats,
+    MmapSource, Pins, PreadSource, ReadMode, RecordTable, SlotMemory, SourceOptions, Stats,
     Store, StoreError, StoreOptions, Verify,
 };
 use snowmelt_model::{Census, ExpertTable};
@@ -45,6 +45,15 @@ impl<S: Slab> SlotMemory for SlabMemory<S> {
     }
     fn upload(&self, slot: u32, offset: usize, bytes: &[u8]) {
         self.0.upload(slot, offset, bytes);
+    }
+}
+
+/// The store's pins as the backend drops them.
+struct StorePins(Pins);
+
+impl PinOwner for StorePins {
+    fn unpin(&self, slot: u32) {
+        self.0.unpin(slot);
     }
 }
 
@@ -202,6 +211,8 @@ pub struct StoreFetch<B: Backend> {
     slab: B::Slab,
     /// `None`: all experts are resident or mapped, or there are none.
     shared: Option<Arc<Mutex<Shared>>>,
+    /// Drops the store's pins.
+    pins: Arc<dyn PinOwner>,
     /// Slot of expert 0, by layer.
     resident: Vec<Option<u32>>,
     wave_experts: usize,
@@ -237,6 +248,7 @@ impl<B: Backend> StoreFetch<B> {
         let mut fetch = Self {
             slab: b.alloc_slab(plan.slot_bytes.max(4096) as usize, plan.slots.max(1)),
             shared: None,
+            pins: Arc::new(()),
             resident: Vec::new(),
             wave_experts: plan.n_experts.max(1),
             waves_ahead: 1,
@@ -270,6 +282,7 @@ impl<B: Backend> StoreFetch<B> {
         let memory = Arc::new(SlabMemory(fetch.slab.clone()));
         let table = record_table(census);
         let store = Store::open(memory, Arc::new(table), source, store_options)?;
+        fetch.pins = Arc::new(StorePins(store.pins()));
         let pool = (0..POOLED_SETS).map(|_| FetchSet::default()).collect();
         let arrived = Vec::with_capacity(plan.n_experts);
         fetch.keys.reserve(plan.n_experts);
@@ -395,7 +408,7 @@ impl<B: Backend> ExpertFetch<B> for StoreFetch<B> {
         let mut set = guard.pool.pop().unwrap_or_default();
         guard.store.request(&self.keys, &mut set).map_err(store_failed)?;
         drop(guard);
-        Ok(StoreSet { shared: Arc::clone(shared), set })
+        Ok(StoreSet { shared: Arc::clone(shared), pins: Arc::clone(&self.pins), set })
     }
 }
 
@@ -406,7 +419,14 @@ fn store_failed(error: StoreError) -> StepError {
 /// Experts under way; a read that is abandoned still lands in its slot.
 pub struct StoreSet {
     shared: Arc<Mutex<Shared>>,
+    pins: Arc<dyn PinOwner>,
     set: FetchSet,
+}
+
+impl std::fmt::Debug for StoreSet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("StoreSet").field("set", &self.set).finish_non_exhaustive()
+    }
 }
 
 impl Drop for StoreSet {
@@ -432,8 +452,8 @@ impl ExpertSet for StoreSet {
         for result in arrived.drain(..) {
             match result {
                 Ok(fetched) => {
-                    let pin = Arc::new(fetched.pin);
-                    ready.push(Ready::new(fetched.key.expert, fetched.slot, pin));
+                    let owner = Arc::clone(&self.pins);
+                    ready.push(Ready::new(fetched.key.expert, fetched.pin.leak(), owner));
                 }
                 Err(error) => {
                     let Key { layer, expert } = error.key;

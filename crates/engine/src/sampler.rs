@@ -21,7 +21,7 @@
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, Hasher, RandomState};
 
-pub use options::{PENALTY_WINDOW_MAX, SamplerError, SamplerOptions};
+pub use options::{SamplerError, SamplerOptions};
 
 mod options;
 #[cfg(test)]
@@ -43,6 +43,8 @@ pub struct Sampler {
     history: Option<History>,
     /// `[n_vocab]`, after bias and penalties.
     logits: Vec<f32>,
+    /// The largest of every [`BLOCK`] logits.
+    maxima: Vec<f32>,
     /// In the order of ids.
     candidates: Vec<Candidate>,
     /// Scratch of [`cut`], `[2048]`.
@@ -85,6 +87,7 @@ impl Sampler {
             rng: Rng::new(seed),
             history: options.penalises().then(|| History::new(options.penalty_window, n_vocab)),
             logits: Vec::with_capacity(n_vocab),
+            maxima: Vec::with_capacity(n_vocab.div_ceil(BLOCK)),
             candidates: Vec::with_capacity(candidates),
             buckets: vec![0.0; 1 << 11],
             options,
@@ -182,8 +185,11 @@ impl Sampler {
     fn adjust(&mut self, logits: &[f32]) -> Result<u32, SamplerError> {
         let n_vocab = self.n_vocab;
         assert_eq!(logits.len(), n_vocab, "logits for a vocabulary of {n_vocab}");
-        if let Some(index) = logits.iter().position(|l| l.is_nan() || *l == f32::INFINITY) {
-            return Err(SamplerError::NotFinite { index, value: logits[index] });
+        let refused = |logit: f32| logit.is_nan() || logit == f32::INFINITY;
+        if logits.iter().fold(false, |any, &logit| any | refused(logit)) {
+            let bad = logits.iter().copied().enumerate().find(|&(_, logit)| refused(logit));
+            let (index, value) = bad.unwrap_or_default();
+            return Err(SamplerError::NotFinite { index, value });
         }
         self.logits.clear();
         self.logits.extend_from_slice(logits);
@@ -199,32 +205,40 @@ impl Sampler {
         if let Some(history) = &mut self.history {
             history.penalise(&self.options, &mut self.logits);
         }
-        let (mut best, mut max) = (0, f32::NEG_INFINITY);
-        for (index, &logit) in self.logits.iter().enumerate() {
-            if logit > max {
-                (best, max) = (index, logit);
-            }
-        }
+        self.maxima.clear();
+        self.maxima.extend(self.logits.chunks(BLOCK).map(maximum));
+        let max = maximum(&self.maxima);
         if max == f32::NEG_INFINITY {
             return Err(SamplerError::AllMasked { n_vocab });
         }
-        Ok(best as u32)
+        let best = ranked(&self.logits, &self.maxima, max).next();
+        Ok(best.map_or(0, |(rank, _)| id(rank)))
     }
 
     /// Fills `self.candidates` from `self.logits`, whose largest is `max`.
     fn narrow(&mut self, max: f32) {
         let SamplerOptions { temperature, top_k, top_p, min_p, .. } = self.options;
-        let ranked = ranked(&self.logits);
-        let lowest = if top_k == 0 || top_k >= self.n_vocab {
-            0
-        } else {
-            cut(ranked.clone().map(|(rank, _)| (rank, 1.0)), top_k as f64, &mut self.buckets)
-        };
+        let (mut floor, mut lowest) = (f32::NEG_INFINITY, 0);
+        if top_k > 0 && top_k < self.n_vocab {
+            let count = |(rank, _)| (rank, 1.0);
+            // The k-th largest maximum has k tokens at or above it: no need to look below.
+            if top_k <= self.maxima.len() {
+                let maxima =
+                    self.maxima.iter().zip(0..).map(|(&max, block)| (rank(max, block), 1.0));
+                let last = id(cut(maxima, top_k as f64, &mut self.buckets));
+                floor = self.maxima[last as usize];
+            }
+            let tokens = ranked(&self.logits, &self.maxima, floor).map(count);
+            lowest = cut(tokens, top_k as f64, &mut self.buckets);
+        }
         let (max, temperature) = (f64::from(max), f64::from(temperature));
+        let kept = ranked(&self.logits, &self.maxima, floor).filter(|&(rank, _)| rank >= lowest);
         self.candidates.clear();
-        self.candidates.extend(ranked.filter(|&(rank, _)| rank >= lowest).map(|(rank, logit)| {
-            Candidate { rank, weight: exp((f64::from(logit) - max) / temperature) }
-        }));
+        self.candidates
+            .extend(kept.map(|(rank, logit)| Candidate { rank, weight: f64::from(logit) - max }));
+        for candidate in &mut self.candidates {
+            candidate.weight = exp(candidate.weight / temperature);
+        }
         if top_p < 1.0 {
             let total: f64 = self.candidates.iter().map(|c| c.weight).sum();
             let masses = self.candidates.iter().map(|c| (c.rank, c.weight));
@@ -250,10 +264,31 @@ pub fn nll(logits: &[f32], token: u32) -> f64 {
     libm::log(sum) + (max - f64::from(logits[token as usize]))
 }
 
-/// Unmasked tokens in the order of ids: (rank, logit).
-fn ranked(logits: &[f32]) -> impl Iterator<Item = (u64, f32)> + Clone {
-    let unmasked = logits.iter().enumerate().filter(|(_, logit)| **logit > f32::NEG_INFINITY);
-    unmasked.map(|(id, &logit)| (rank(logit, id as u32), logit))
+/// Tokens a block of [`Sampler::maxima`] stands for.
+const BLOCK: usize = 64;
+
+/// The largest; negative infinity of none.
+fn maximum(logits: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; 8];
+    for chunk in logits.chunks(lanes.len()) {
+        for (lane, &logit) in lanes.iter_mut().zip(chunk) {
+            *lane = if logit > *lane { logit } else { *lane };
+        }
+    }
+    lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
+}
+
+/// Unmasked tokens with a logit of at least `floor`, in the order of ids: (rank, logit). Looks only
+/// into blocks whose maximum allows for one.
+fn ranked(logits: &[f32], maxima: &[f32], floor: f32) -> impl Iterator<Item = (u64, f32)> + Clone {
+    let within = move |logit: f32| logit >= floor && logit > f32::NEG_INFINITY;
+    let blocks = logits.chunks(BLOCK).zip(maxima).enumerate();
+    blocks.filter(move |(_, (_, max))| within(**max)).flat_map(move |(block, (logits, _))| {
+        let tokens = logits.iter().zip((block * BLOCK) as u32..);
+        tokens
+            .filter(move |(logit, _)| within(**logit))
+            .map(|(&logit, id)| (rank(logit, id), logit))
+    })
 }
 
 /// A number that is larger for a larger logit and, of equal logits, for a lower id.
@@ -281,9 +316,9 @@ fn cut(items: impl Iterator<Item = (u64, f64)> + Clone, target: f64, buckets: &m
     let (mut above, mut prefix, mut known) = (0.0, 0_u64, 0_u64);
     for (shift, digit) in [(53, 0x7ff), (42, 0x7ff), (32, 0x3ff_u64)] {
         buckets.fill(0.0);
-        for (rank, mass) in items.clone().filter(|(rank, _)| rank & known == prefix) {
+        items.clone().filter(|(rank, _)| rank & known == prefix).for_each(|(rank, mass)| {
             buckets[(rank >> shift & digit) as usize] += mass;
-        }
+        });
         let (mut chosen, mut reached) = (0, above);
         for (index, &mass) in buckets.iter().enumerate().rev().filter(|(_, mass)| **mass > 0.0) {
             (chosen, above) = (index as u64, reached);
@@ -296,14 +331,13 @@ fn cut(items: impl Iterator<Item = (u64, f64)> + Clone, target: f64, buckets: &m
         known |= digit << shift;
     }
     let mut last = prefix;
-    for (rank, mass) in items.filter(|(rank, mass)| rank & known == prefix && *mass > 0.0) {
+    let mut tied = items.filter(|(rank, mass)| rank & known == prefix && *mass > 0.0);
+    let reached = tied.find(|&(rank, mass)| {
         last = rank;
         above += mass;
-        if above >= target {
-            break;
-        }
-    }
-    last
+        above >= target
+    });
+    reached.map_or(last, |(rank, _)| rank)
 }
 
 /// Rounds to a finite logit: what bias and penalties do never masks a token.
@@ -443,11 +477,12 @@ fn exp(x: f64) -> f64 {
     // ln 2 in two parts; the upper has zeros at its end, so that its product with k is exact.
     const LN_2_UPPER: f64 = f64::from_bits(0x3fe6_2e42_fee0_0000);
     const LN_2_LOWER: f64 = f64::from_bits(0x3dea_39ef_3579_3c76);
-    if x < -708.0 {
-        return 0.0;
-    }
-    let k = (x * std::f64::consts::LOG2_E - 0.5) as i64; // Towards zero: the nearest.
-    let r = (x - k as f64 * LN_2_UPPER) - k as f64 * LN_2_LOWER;
+    const SHIFT: f64 = 1.5 * (1_u64 << 52) as f64;
+    // In the lowest bits of `shifted` is k, the nearest integer, as a number of two's complement.
+    let shifted = x * std::f64::consts::LOG2_E + SHIFT;
+    let k = shifted - SHIFT;
+    let r = (x - k * LN_2_UPPER) - k * LN_2_LOWER;
     let sum = TAYLOR.iter().fold(0.0, |sum, term| sum * r + term);
-    sum * f64::from_bits(((1023 + k) as u64) << 52)
+    let scaled = sum * f64::from_bits((shifted.to_bits() << 52).wrapping_add(1.0_f64.to_bits()));
+    if x < -708.0 { 0.0 } else { scaled }
 }

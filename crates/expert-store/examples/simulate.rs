@@ -4,7 +4,7 @@
 
 use snowmelt_expert_store::sim::{Trace, TraceSpec, candidates, compare};
 
-const CAPACITIES: [f64; 4] = [0.10, 0.17, 0.25, 0.50];
+const CAPACITIES: [f64; 3] = [0.10, 0.25, 0.50];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files: Vec<_> = std::env::args_os().skip(1).collect();

@@ -71,9 +71,7 @@ pub enum StoreError {
         least: u64,
     },
     /// Slot memory does not keep its promise of alignment.
-    #[error(
-        "slot `{slot}` of `{slot_bytes}` bytes at address `{address:#x}` is not aligned to `{align}`"
-    )]
+    #[error("slot `{slot}` of `{slot_bytes}` bytes at `{address:#x}` is not aligned to `{align}`")]
     SlotAlign {
         /// The slot.
         slot: u32,
@@ -112,7 +110,8 @@ pub enum StoreError {
     },
     /// A record does not fit in a slot, or two of its pieces overlap there.
     #[error(
-        "{key} puts `{len}` bytes at `{slot_offset}` of a slot, free from `{free_from}` to `{slot_bytes}`"
+        "{key} puts `{len}` bytes at `{slot_offset}` of a slot that is free from `{free_from}` to \
+         `{slot_bytes}`"
     )]
     ExtentSlot {
         /// The record.

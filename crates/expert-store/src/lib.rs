@@ -58,7 +58,7 @@ pub use error::{FetchFailed, StoreError};
 pub use key::{Extent, FileSpec, Key, RecordMap, RecordTable};
 pub use mapped::MappedFiles;
 pub use memory::{HostMemory, SLOT_ALIGN, SlotMemory};
-pub use policy::{Pin, Policy, PolicyOptions, Scope, StrategyKind};
+pub use policy::{Pin, Pins, Policy, PolicyOptions, Scope, StrategyKind};
 #[cfg(target_os = "linux")]
 pub use source::UringSource;
 pub use source::{

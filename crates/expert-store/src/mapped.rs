@@ -10,8 +10,8 @@ use std::sync::Arc;
 /// Read-only mappings of a list of files, for a machine that can hold them: the operating system
 /// decides what stays in memory. Cloning shares the mappings.
 ///
-/// A file that is cut while it is mapped cannot be noticed but by a signal: this is what the reads of
-/// a [`crate::Store`] spare, and why mapped files are used only where the user asks for them or
+/// A file that is cut while it is mapped cannot be noticed but by a signal: this is what the reads
+/// of a [`crate::Store`] spare, and why mapped files are used only where the user asks for them or
 /// where all fit.
 #[derive(Clone, Debug)]
 pub struct MappedFiles(Arc<[Option<Mmap>]>);

@@ -1,5 +1,6 @@
 //! The store over real files and over files that go wrong. One binary; `alloc.rs` is another,
 //! since it owns the allocator.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 #[path = "sim/faults.rs"]
 mod faults;

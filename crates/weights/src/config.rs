@@ -274,3 +274,91 @@ fn shown(value: &Value) -> String {
         None => text,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[track_caller]
+    fn expect<T: std::fmt::Debug>(result: Result<T, WeightsError>, message: &str) {
+        assert_eq!(result.unwrap_err().to_string(), message);
+    }
+
+    #[test]
+    fn typed_fields_and_defaults() {
+        let value = json!({
+            "n": 3, "x": 1e-6, "whole": 10000, "flag": true, "name": "silu", "nothing": null,
+            "sizes": [1, 2], "names": ["a", "b"], "inner": {"deep": {"n": 4}}, "top": 2147483648u64
+        });
+        let view = ConfigView::new(&value, "config.json").unwrap();
+        assert_eq!(view.usize("n").unwrap(), 3);
+        assert_eq!(view.usize("top").unwrap(), 1 << 31);
+        assert_eq!(view.usize_or("m", 7).unwrap(), 7);
+        assert_eq!(view.usize_or("nothing", 7).unwrap(), 7);
+        assert_eq!(view.opt_usize("nothing").unwrap(), None);
+        assert_eq!(view.f64("x").unwrap(), 1e-6);
+        assert_eq!(view.f64("whole").unwrap(), 10000.0);
+        assert!(view.bool("flag").unwrap() && !view.bool_or("other", false).unwrap());
+        assert_eq!(view.str("name").unwrap(), "silu");
+        assert_eq!(view.usizes("sizes").unwrap(), [1, 2]);
+        assert_eq!(view.strs("names").unwrap(), ["a", "b"]);
+        assert_eq!(view.object("inner").unwrap().object("deep").unwrap().usize("n").unwrap(), 4);
+        assert!(view.opt_object("nothing").unwrap().is_none());
+        assert!(view.has("n") && !view.has("nothing"));
+        assert_eq!(view.keys().next(), Some("n"));
+    }
+
+    #[test]
+    fn errors_name_field_file_and_value() {
+        let value = json!({
+            "num_experts": "x", "minus": -1, "half": 0.5, "large": 2147483649u64, "eps": "1e-6",
+            "flag": 1, "act": 3, "sizes": [1, -2], "inner": {"n": []}, "nothing": null,
+            "long": "y".repeat(100)
+        });
+        let view = ConfigView::new(&value, "config.json").unwrap();
+        let count = "expected an unsigned integer up to `2147483648`";
+        expect(
+            view.usize("num_experts"),
+            &format!("`num_experts` in `config.json` is `\"x\"`, {count}"),
+        );
+        expect(view.usize_or("minus", 1), &format!("`minus` in `config.json` is `-1`, {count}"));
+        expect(view.opt_usize("half"), &format!("`half` in `config.json` is `0.5`, {count}"));
+        let message = format!("`large` in `config.json` is `2147483649`, {count}");
+        expect(view.usize_any(&["missing", "large"]), &message);
+        expect(view.f64("eps"), "`eps` in `config.json` is `\"1e-6\"`, expected a number");
+        expect(view.bool("flag"), "`flag` in `config.json` is `1`, expected `true` or `false`");
+        expect(view.str("act"), "`act` in `config.json` is `3`, expected a string");
+        expect(view.object("act"), "`act` in `config.json` is `3`, expected an object");
+        let inner = view.object("inner").unwrap();
+        expect(inner.usize("n"), &format!("`inner.n` in `config.json` is `[]`, {count}"));
+        expect(inner.usize("m"), &format!("`inner.m` is missing from `config.json`, {count}"));
+        expect(view.str("nothing"), "`nothing` is missing from `config.json`, expected a string");
+        assert!(view.usizes("sizes").unwrap_err().to_string().contains("`[1,-2]`"));
+        let long = view.usize("long").unwrap_err().to_string();
+        assert!(long.contains("yyy…`"), "{long}");
+        expect(
+            Err::<(), _>(view.invalid("act", "`silu`")),
+            "`act` in `config.json` is `3`, expected `silu`",
+        );
+        expect(
+            ConfigView::new(&json!([]), "config.json"),
+            "`config.json` is an array, expected an object",
+        );
+    }
+
+    #[test]
+    fn aliases_may_repeat_but_not_contradict() {
+        let value = json!({"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 16});
+        let view = ConfigView::new(&value, "config.json").unwrap();
+        assert_eq!(view.usize_any(&["num_experts", "num_local_experts"]).unwrap(), 8);
+        assert_eq!(view.usize_any(&["none", "n_routed_experts"]).unwrap(), 16);
+        assert_eq!(view.opt_usize_any(&["none"]).unwrap(), None);
+        expect(
+            view.usize_any(&["num_local_experts", "n_routed_experts"]),
+            "`num_local_experts` is `8` but `n_routed_experts` is `16` in `config.json`",
+        );
+        assert!(view.usize_any(&["none", "never"]).unwrap_err().to_string().contains("`none`"));
+    }
+}

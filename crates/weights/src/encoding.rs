@@ -150,8 +150,8 @@ impl Encoding {
         }
     }
 
-    /// Encodes one row: plain floats round to nearest even, quantised groups are fitted by
-    /// [`crate::quantise`]'s deterministic search.
+    /// Encodes one row: plain floats round to nearest even, quantised groups are fitted by a
+    /// deterministic search that is never worse than min/max.
     ///
     /// Values that are not finite make no sense in a quantised group: NaN counts as zero and
     /// infinities as huge values there. [`Encoding::try_encode_row`] refuses them instead.
@@ -358,7 +358,8 @@ mod tests {
 
     #[test]
     fn plain_floats_round_to_nearest_even() {
-        let values = [1.0f32, -0.0, 1.003_906_25, 1.011_718_75, 65504.0, 1e-30, -3.5];
+        let (down, up) = (1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0);
+        let values = [1.0f32, -0.0, down, up, 65504.0, 1e-30, -3.5];
         assert_eq!(decoded(Encoding::F32, &encoded(Encoding::F32, &values), 7), values);
         let bf = decoded(Encoding::Bf16, &encoded(Encoding::Bf16, &values), 7);
         // Halfway cases: down to the even 1.0, up to the even 1.015625.

@@ -137,6 +137,11 @@ impl Journal {
         &self.file.path
     }
 
+    #[cfg(test)]
+    pub(crate) fn swap_file(&mut self, file: File) -> File {
+        std::mem::replace(&mut self.file.file, file)
+    }
+
     fn entry(&self, place: u64, key: u64, digest: Digest) -> [u8; ENTRY] {
         let mut entry = [0; ENTRY];
         entry[..8].copy_from_slice(&key.to_le_bytes());

@@ -4,6 +4,7 @@
 //! No tensor maths beyond decoding and encoding rows, and no model knowledge. Everything that a
 //! file says is checked here once, at open; whoever holds a [`Checkpoint`] may trust it.
 #![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
 
 mod bytes;
 mod checkpoint;

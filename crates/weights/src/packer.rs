@@ -488,3 +488,73 @@ fn remove_if_there(path: &Path) -> Result<(), WeightsError> {
         result => result.map_err(WeightsError::io(path, "remove")),
     }
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::encoding::Encoding;
+    use crate::plan::{PlannedLayer, PlannedPiece};
+
+    fn plan() -> PackPlan {
+        let piece = PlannedPiece { role: "up".into(), encoding: Encoding::F32, d_out: 2, d_in: 4 };
+        PackPlan {
+            family: "tiny".into(),
+            config: json!({}),
+            trunk: vec![PlannedTensor {
+                name: "w".into(),
+                shape: vec![4],
+                encoding: Encoding::F32,
+            }],
+            layers: vec![PlannedLayer { layer: 0, n_experts: 2, pieces: vec![piece] }],
+            sidecars: Vec::new(),
+            provenance: json!({}),
+            kept: Vec::new(),
+        }
+    }
+
+    fn write_w(packer: &mut Packer) -> Result<(), WeightsError> {
+        packer.write_tensor("w", |_, out| {
+            out.fill(7);
+            Ok(())
+        })
+    }
+
+    /// Whatever file the disk has no room for: a clear error, and the part is next again.
+    #[test]
+    fn a_full_disk_leaves_the_pack_restartable() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m");
+        let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let mut packer = Packer::create_or_resume(&path, plan()).unwrap();
+        let expect = |result: Result<(), WeightsError>, name: &str, bytes: &str| {
+            let error = result.unwrap_err();
+            assert!(matches!(error, WeightsError::DiskFull { .. }), "{error:?}");
+            let message = error.to_string();
+            for part in [name, bytes, "run the same command again"] {
+                assert!(message.contains(part), "{message}");
+            }
+        };
+        let trunk = std::mem::replace(&mut packer.trunk.file, full());
+        expect(write_w(&mut packer), "trunk.bin`", "`16` bytes");
+        packer.trunk.file = trunk;
+        let experts = std::mem::replace(&mut packer.experts.file, full());
+        expect(packer.write_record(0, 0, &[1; 32]), "experts.bin`", "`32` bytes");
+        packer.experts.file = experts;
+        packer.write_record(0, 0, &[1; 32]).unwrap();
+        let journal = packer.journal.swap_file(full());
+        expect(packer.write_record(0, 1, &[2; 32]), "journal`", "`48` bytes");
+        drop(packer.journal.swap_file(journal));
+        assert_eq!((packer.next_tensor().unwrap().name.as_str(), packer.bytes_done()), ("w", 32));
+        drop(packer);
+
+        let mut packer = Packer::create_or_resume(&path, plan()).unwrap();
+        assert_eq!(packer.next_record(), Some((0, 1)));
+        write_w(&mut packer).unwrap();
+        packer.write_record(0, 1, &[2; 32]).unwrap();
+        packer.finish().unwrap();
+        let checkpoint = crate::Checkpoint::open(&path).unwrap();
+        crate::verify(&checkpoint, &mut |_, _| {}).unwrap();
+    }
+}

@@ -86,6 +86,13 @@ fn assign<const G: usize>(values: &[f32; G], scale: bf16, bias: bf16) -> Q4Fit<G
     Q4Fit { codes, scale, bias, error: lane_sum(&missed, &missed) }
 }
 
+/// What differences are multiplied with to become codes: the last bit may part from a division,
+/// which only matters between two codes that are equally near. Zero when there is no step.
+fn inverse(step: f32) -> f32 {
+    let inverse = 1.0 / step;
+    if inverse.is_finite() { inverse } else { 0.0 }
+}
+
 /// Rounds and clamps to a code with operations that stay in vector registers.
 #[inline(always)]
 fn nearest_code(x: f32) -> f32 {
@@ -223,11 +230,10 @@ pub(crate) fn q4_group<const G: usize>(values: &[f32; G]) -> Q4Fit<G> {
     let total = lane_sum(values, &[1.0; G]);
     for stretch in STRETCHES {
         let step = (high - low) / (15.0 + stretch);
+        let inverse = inverse(step);
         let mut codes = [0.0f32; G];
-        if step > 0.0 {
-            for (code, v) in codes.iter_mut().zip(values) {
-                *code = nearest_code((v - low) / step);
-            }
+        for (code, v) in codes.iter_mut().zip(values) {
+            *code = nearest_code((v - low) * inverse);
         }
         search.offer_line(Sums::of(&codes, values, total).scale_first());
     }

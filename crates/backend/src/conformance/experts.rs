@@ -2,15 +2,15 @@
 
 use super::case::{Bench, Case, Suite, Way, logits_for};
 use super::data::{Rng, Weights};
+use super::dense::{SPOILT, forget_spoilt};
 use super::report::{Bound, Part, Tolerance, same};
 use super::timeline::Timeline;
-use crate::fetch::Ready;
+use crate::fetch::{PinOwner, Ready};
 use crate::verbs::{
     Backend, BufType, ExpertLayout, Experts, HostRecords, MatrixLayout, MoeFfn, Pass, Routed, Slab,
     View,
 };
 use snowmelt_weights::Encoding::{self, Bf16, F16, F32, Q4G32, Q4G64, Q8};
-use std::any::Any;
 use std::sync::{Arc, Weak};
 
 /// Slots are a multiple of this.
@@ -32,6 +32,7 @@ pub(super) fn cases<B: Backend>(suite: &mut Suite<'_, B>) {
             suite.check(&Ffn::new(encodings, [d_model, d_expert], n, top_k));
         }
     }
+    suite.check(&Ffn::new([Q4G32, Q4G32, Q8], [64, 32], 100, 3));
     slots_are_aligned(suite);
     pins_leave_with_their_submission(suite);
     pins_leave_with_a_dropped_pass(suite);
@@ -196,12 +197,17 @@ impl Ffn {
             }
             arrived.extend(list);
             let got = bench.read(&out, len);
-            let is_written = |at: usize| got[at * d..][..d].iter().all(|&value| !value.is_nan());
-            let early =
-                (0..choices.len()).find(|&at| is_written(at) != arrived.contains(&choices[at]));
-            if let Some(at) = early {
+            let missing = |at: usize| got[at * d..][..d].iter().filter(|v| v.is_nan()).count();
+            let wanted = |at: usize| if arrived.contains(&choices[at]) { 0 } else { d };
+            let spoilt = |at: usize| way.variant == SPOIL && at / self.top_k == SPOILT;
+            let wrong = (0..choices.len()).find(|&at| !spoilt(at) && missing(at) != wanted(at));
+            if let Some(at) = wrong {
                 let expert = choices[at];
-                let what = format!("result {at} of expert {expert} after {arrived:?} arrived");
+                let missing = missing(at);
+                let what = format!(
+                    "result {at}, of expert {expert}: {missing} of {d} elements are NaN after \
+                     {arrived:?} arrived"
+                );
                 bench.complaints.push(what);
             }
         }
@@ -223,6 +229,8 @@ const TWO_GROUPS: usize = 3;
 const EVERY_EXPERT: usize = 4;
 const RESIDENT: usize = 5;
 const ADOPTED: usize = 6;
+/// As [`super::dense::SPOIL`].
+const SPOIL: usize = 7;
 
 impl Case for Ffn {
     fn name(&self) -> String {
@@ -230,8 +238,8 @@ impl Case for Ffn {
     }
 
     fn bound<'a>(&self, tolerance: &'a Tolerance) -> &'a Bound {
-        let quantised = self.layout.pieces().iter().any(|piece| piece.encoding.is_quantised());
-        if quantised { &tolerance.products } else { &tolerance.verbs }
+        let pieces = self.layout.pieces();
+        tolerance.product(pieces.iter().any(|piece| piece.encoding.is_quantised()))
     }
 
     fn ways(&self) -> Vec<Way> {
@@ -245,22 +253,28 @@ impl Case for Ffn {
         ];
         let orders =
             orders.map(|(variant, name)| Way { exact: true, ..Way::variant(variant, name) });
-        [Way::ROWS.to_vec(), orders.to_vec()].concat()
+        let spoil = Way::variant(SPOIL, "another row is NaN");
+        [&Way::ROWS[..], &orders, &[spoil]].concat()
     }
 
     fn run<B: Backend>(&self, bench: &mut Bench<'_, B>, way: Way) -> Vec<Part> {
         let (timeline, d) = (Timeline::new(&[self.n]), self.d_model());
         let width = self.top_k * d;
         let mut all = vec![f32::NAN; self.n * width];
+        let mut x = self.x.clone();
+        if way.variant == SPOIL && self.n > SPOILT {
+            x[SPOILT * d..][..d].fill(f32::NAN);
+        }
         for step in timeline.steps(way) {
             let numbers = timeline.numbers(&step);
             let choices = &self.choices[numbers[0] * self.top_k..][..numbers.len() * self.top_k];
             let logits = logits_for(choices, self.top_k, N_EXPERTS);
             let routed = bench.route(&logits, [N_EXPERTS, self.top_k]);
-            let x = bench.input(&timeline.gather(&step, &self.x, d), d, way);
+            let x = bench.input(&timeline.gather(&step, &x, d), d, way);
             let got = self.step(bench, x.view(), &routed, choices, way);
             timeline.scatter(&step, &got, width, &mut all);
         }
+        forget_spoilt(&mut all, width);
         vec![Part::new("out", d, all)]
     }
 }
@@ -281,10 +295,10 @@ fn slots_are_aligned<B: Backend>(suite: &mut Suite<'_, B>) {
     suite.demand(apart, case, format!("slots at {at:x?} overlap"));
 }
 
-type Pin = Arc<dyn Any + Send + Sync>;
+type Pin = Arc<dyn PinOwner>;
 
 /// Runs `moe_ffn` over pinned experts and hands out a pass that was not submitted.
-fn pinned<B: Backend>(b: &B) -> (Bench<'_, B>, B::Buf, Vec<Weak<dyn Any + Send + Sync>>) {
+fn pinned<B: Backend>(b: &B) -> (Bench<'_, B>, B::Buf, Vec<Weak<dyn PinOwner>>) {
     let case = Ffn::new([F32; 3], [16, 8], 2, 3);
     let mut bench = Bench::new(b);
     let logits = logits_for(&case.choices, case.top_k, N_EXPERTS);
@@ -292,7 +306,7 @@ fn pinned<B: Backend>(b: &B) -> (Bench<'_, B>, B::Buf, Vec<Weak<dyn Any + Send +
     let x = bench.input(&case.x, 16, Way::WHOLE);
     let out = bench.buffer(&vec![f32::NAN; case.choices.len() * 16], BufType::F32);
     let slab = case.slab(b, |e| e);
-    let pins: Vec<Pin> = (0..N_EXPERTS).map(|e| Arc::new(e) as Pin).collect();
+    let pins: Vec<Pin> = (0..N_EXPERTS).map(|_| Arc::new(()) as Pin).collect();
     let held = pins.iter().map(Arc::downgrade).collect();
     let ready = |(e, pin)| Ready::new(e, e, pin);
     let mut ready: Vec<Ready> = (0..).zip(pins).map(ready).collect();
@@ -304,7 +318,7 @@ fn pinned<B: Backend>(b: &B) -> (Bench<'_, B>, B::Buf, Vec<Weak<dyn Any + Send +
     (bench, out, held)
 }
 
-fn count(held: &[Weak<dyn Any + Send + Sync>]) -> usize {
+fn count(held: &[Weak<dyn PinOwner>]) -> usize {
     held.iter().filter(|pin| pin.strong_count() > 0).count()
 }
 

@@ -26,6 +26,8 @@ pub struct Tolerance {
     /// Against the reference, `linear` and `moe_ffn` on quantised weights, where activations may be
     /// rounded.
     pub products: Bound,
+    /// Whether `products` holds beside every weight, not only beside quantised ones.
+    pub everywhere: bool,
     /// Whether rows, chunks, company and strides must leave the bits alone; if not, each of these
     /// ways is held to the bounds above.
     pub exact: bool,
@@ -36,7 +38,7 @@ impl Tolerance {
     /// would change.
     pub const fn f32() -> Self {
         let verbs = Bound { nmse: 1e-9, max_abs: 2e-4 };
-        Self { verbs, products: verbs, exact: true }
+        Self { verbs, products: verbs, everywhere: false, exact: true }
     }
 
     /// Activations rounded to 15 bits in blocks of 32.
@@ -47,6 +49,17 @@ impl Tolerance {
     /// Activations rounded to 8 bits in blocks of 32.
     pub const fn i8() -> Self {
         Self { products: Bound { nmse: 4e-4, max_abs: 8e-2 }, ..Self::f32() }
+    }
+
+    /// The same, for a backend that rounds activations beside plain weights too.
+    #[must_use]
+    pub const fn everywhere(self) -> Self {
+        Self { everywhere: true, ..self }
+    }
+
+    /// The bound of a product with weights that are quantised or not.
+    pub(super) fn product(&self, quantised: bool) -> &Bound {
+        if quantised || self.everywhere { &self.products } else { &self.verbs }
     }
 
     /// The same without exact bits, for a backend whose kernels depend on the number of rows.

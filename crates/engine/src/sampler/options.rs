@@ -2,9 +2,6 @@
 
 use serde_json::Value;
 
-/// Longest [`SamplerOptions::penalty_window`], in tokens.
-pub const PENALTY_WINDOW_MAX: usize = 1 << 20;
-
 /// How the next token is chosen. The default draws from the model's own distribution:
 /// temperature 1 and everything else off (Hugging Face's defaults, except its hidden `top_k` 50).
 #[derive(Debug, Clone, PartialEq)]
@@ -29,7 +26,8 @@ pub struct SamplerOptions {
     /// Added to the logits of these tokens; negative infinity bans one, entries for one token add
     /// up.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Seed of the draws; `None` takes one from the system, see [`Sampler::seed`](super::Sampler::seed).
+    /// Seed of the draws; `None` takes one from the system, see
+    /// [`Sampler::seed`](super::Sampler::seed).
     pub seed: Option<u64>,
 }
 
@@ -51,6 +49,9 @@ impl Default for SamplerOptions {
 }
 
 impl SamplerOptions {
+    /// Longest [`penalty_window`](Self::penalty_window), in tokens.
+    pub const PENALTY_WINDOW_MAX: usize = 1 << 20;
+
     /// The most likely token, always.
     #[must_use]
     pub fn greedy() -> Self {
@@ -131,7 +132,7 @@ impl SamplerOptions {
         check(p.is_finite(), "presence_penalty", p, "a finite number")?;
         check(f.is_finite(), "frequency_penalty", f, "a finite number")?;
         match self.penalty_window {
-            Some(found) if found > PENALTY_WINDOW_MAX => Err(SamplerError::Window { found }),
+            Some(found) if found > Self::PENALTY_WINDOW_MAX => Err(SamplerError::Window { found }),
             _ => Ok(()),
         }
     }
@@ -185,8 +186,9 @@ pub enum SamplerError {
     },
     /// The penalty window is too long to be held.
     #[error(
-        "`penalty_window` is `{found}`, expected at most {PENALTY_WINDOW_MAX}\n\
-         leave it out to count every token"
+        "`penalty_window` is `{found}`, expected at most {max}\n\
+         leave it out to count every token",
+        max = SamplerOptions::PENALTY_WINDOW_MAX
     )]
     Window {
         /// Its value, in tokens.
@@ -202,7 +204,8 @@ pub enum SamplerError {
     },
     /// A bias is not a number, or positive infinity.
     #[error(
-        "`logit_bias` of token `{token}` is `{found}`, expected a finite number or negative infinity"
+        "`logit_bias` of token `{token}` is `{found}`, expected a finite number, or negative \
+         infinity to ban it"
     )]
     BiasValue {
         /// Token id.

@@ -3,5 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod equality;
+mod faults;
 mod oracle;
 mod support;
+mod tiny;

@@ -5,7 +5,7 @@ mod order;
 mod pins;
 mod strategy;
 
-pub use pins::Pin;
+pub use pins::{Pin, Pins};
 pub use strategy::{Scope, StrategyKind};
 
 use crate::key::Key;
@@ -172,7 +172,7 @@ impl Policy {
             table: vec![NONE; total as usize],
             heat: vec![f64::NEG_INFINITY; total as usize],
             order: Order::new(slots, n_experts.iter().map(|&n| n.min(slots))),
-            fresh: n_experts.iter().map(|&n| Vec::with_capacity(n.min(slots) as usize)).collect(),
+            fresh: n_experts.iter().map(|&n| Vec::with_capacity(n.div_ceil(4) as usize)).collect(),
             pins: PinTable::new(slots),
             empty: (0..slots).rev().collect(),
             idle: Vec::with_capacity(options.idle_slots_max as usize),
@@ -242,6 +242,11 @@ impl Policy {
                 None => self.stats.waits += u64::from(first),
             }
         }
+    }
+
+    /// What drops pins that were leaked.
+    pub fn pins(&self) -> Pins {
+        Pins::new(&self.pins)
     }
 
     /// The slot's bytes are complete, or will never be. Returns whose they are.
@@ -408,8 +413,9 @@ impl Policy {
         if entry.used_visit == visits {
             return;
         }
-        // Full only if slots changed hands within a visit; what finds no room is not kept.
-        let room = fresh.len() < fresh.capacity();
+        // A sweep over most of a layer is no sign that all of it is needed soon again: its rest is
+        // not kept.
+        let room = fresh.len() < self.layers[key.layer as usize].n_experts.div_ceil(4) as usize;
         entry.used_visit = if room { visits } else { NO_VISIT };
         if room {
             fresh.push(slot);

@@ -133,7 +133,8 @@ impl Order {
         let rank = rank.unwrap_or(NOBODY);
         assert!(!rank.worth.is_nan(), "layer `{layer}` ranks as not a number");
         self.ranks[layer as usize] = rank;
-        let mut node = (self.width + layer as usize) / 2;
+        let leaf = self.width + layer as usize;
+        let mut node = leaf / 2;
         while node > 0 {
             let (left, right) = (self.tree[2 * node], self.tree[2 * node + 1]);
             let right_wins = self.ranks[right as usize] < self.ranks[left as usize];

@@ -113,6 +113,34 @@ impl Pin {
     }
 }
 
+impl Pin {
+    /// Gives up the token but not the pin, which [`Pins::unpin`] drops: for a holder that can keep
+    /// a slot number but not this type.
+    pub fn leak(self) -> u32 {
+        self.table.add(self.slot);
+        self.slot
+    }
+}
+
+/// Drops pins that were leaked, on any thread.
+#[derive(Clone, Debug)]
+pub struct Pins(Arc<PinTable>);
+
+impl Pins {
+    pub(crate) fn new(table: &Arc<PinTable>) -> Self {
+        Self(Arc::clone(table))
+    }
+
+    /// Drops one pin of `slot` that [`Pin::leak`] left.
+    ///
+    /// # Panics
+    /// If no pin of the slot is held.
+    pub fn unpin(&self, slot: u32) {
+        assert!(self.0.count(slot) > 0, "slot `{slot}` is not pinned");
+        self.0.drop_one(slot);
+    }
+}
+
 impl Clone for Pin {
     fn clone(&self) -> Self {
         self.table.add(self.slot);
@@ -159,6 +187,16 @@ mod tests {
         drop(table.pin(1));
         drop(table.pin(1));
         assert_eq!(released(&table), [1], "once on the stack");
+    }
+
+    #[test]
+    fn leaked_pins_hold_until_they_are_dropped() {
+        let table = PinTable::new(2);
+        let pins = Pins::new(&table);
+        assert_eq!(table.pin(1).leak(), 1);
+        assert_eq!((table.count(1), released(&table)), (1, vec![]));
+        pins.unpin(1);
+        assert_eq!((table.count(1), released(&table)), (0, vec![1]));
     }
 
     #[test]

@@ -460,7 +460,11 @@ fn run(ops: Vec<Op>, slots: u32, strategy: StrategyKind, scope: Scope, idle: u32
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 400,
+        failure_persistence: None,
+        ..Default::default()
+    })]
     #[test]
     fn random_sequences_keep_the_invariants(
         ops in ops(),

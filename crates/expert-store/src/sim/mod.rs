@@ -67,7 +67,6 @@ pub fn candidates() -> Vec<PolicyOptions> {
         StrategyKind::Lru,
         StrategyKind::Lfu { half_life: 64 },
         StrategyKind::LayerCycle { half_life: 16 },
-        StrategyKind::LayerCycle { half_life: 32 },
         StrategyKind::LayerCycle { half_life: 64 },
         StrategyKind::LayerCycle { half_life: 128 },
     ];

@@ -1,4 +1,5 @@
 use super::*;
+use crate::error::StoreError;
 
 fn small(skew: f64, repeat: f64) -> Trace {
     let spec = TraceSpec { n_layers: 12, n_experts: 64, top_k: 4, n_steps: 300, ..spec(1) };
@@ -69,7 +70,9 @@ fn the_default_is_at_least_as_good_as_recency() {
 fn optimum_of_a_known_trace() {
     // The textbook's: 1 2 3 4 1 2 5 1 2 3 4 5 in three slots has seven faults.
     let mut trace = Trace::new(1, 6);
-    [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5].iter().for_each(|&expert| trace.push(0, &[expert]));
+    for expert in [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5] {
+        trace.push(0, &[expert]);
+    }
     assert_eq!(optimum(&trace, 3, 0), Hits { hits: 5, asked: 12 });
     let lru = PolicyOptions { strategy: StrategyKind::Lru, ..Default::default() };
     assert_eq!(simulate(&trace, 3, lru, 0), Hits { hits: 2, asked: 12 });
@@ -106,5 +109,3 @@ fn broken_traces_say_where() {
     binary.truncate(26);
     assert!(matches!(Trace::parse(&binary), Err(StoreError::Trace { line: 2, .. })));
 }
-
-use crate::error::StoreError;

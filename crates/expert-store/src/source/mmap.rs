@@ -62,6 +62,20 @@ impl MmapSource {
         }
         done
     }
+
+    /// Leaves no page cache behind that nobody counts.
+    fn forget(&self, read: &Read) {
+        #[cfg(unix)]
+        if let Some(map) = &self.maps[read.file as usize] {
+            let start = read.offset / BLOCK * BLOCK;
+            let end = (read.offset + read.len).next_multiple_of(BLOCK);
+            let most = (map.len() as u64).next_multiple_of(BLOCK);
+            raw::unmap_pages(map, start as usize, (end.min(most) - start) as usize);
+            raw::advise_done(&self.files.list[read.file as usize].file, start, end - start);
+        }
+        #[cfg(not(unix))]
+        let _ = read;
+    }
 }
 
 impl BlockSource for MmapSource {
@@ -102,6 +116,7 @@ impl BlockSource for MmapSource {
     fn poll(&mut self, _: Option<Duration>) -> Option<Completion> {
         let read = self.waiting.pop()?;
         let got = self.copy(&read);
+        self.forget(&read);
         let Read { id, file, offset, len: wanted, .. } = read;
         let whole = got == wanted;
         let failure = ReadFailure { file, offset, wanted, got, errno: None };

@@ -99,7 +99,9 @@ pub trait BlockSource: std::fmt::Debug {
     /// plan; fixed since it was opened.
     fn buffer_bytes(&self) -> usize;
     /// Makes room for so many reads under way, so that none of them allocates.
-    fn reserve(&mut self, reads: usize);
+    fn reserve(&mut self, reads: usize) {
+        let _ = reads;
+    }
     /// Begins a read; returns at once.
     fn submit(&mut self, read: Read);
     /// Takes back a read that has not started. False if it has, or is not known: it will come back
@@ -168,9 +170,12 @@ impl SourceOptions {
         (self.bounce_bytes as usize).next_multiple_of(BLOCK as usize)
     }
     pub(crate) fn check(&self) -> Result<(), StoreError> {
-        let least = |option, got: u32, least: u64| match u64::from(got) < least {
-            true => Err(StoreError::OptionTooSmall { option, got: u64::from(got), least }),
-            false => Ok(()),
+        let least = |option, got: u32, least: u64| {
+            let got = u64::from(got);
+            if got < least {
+                return Err(StoreError::OptionTooSmall { option, got, least });
+            }
+            Ok(())
         };
         least("threads", self.threads, 1)?;
         least("depth", self.depth, 1)?;

@@ -136,16 +136,11 @@ impl ReadQueue {
         );
         let priority = read.priority;
         let job = Some(Job { read, cut: 0, running: 0, failed: None });
-        let index = match self.free.pop() {
-            Some(index) => {
-                self.jobs[index as usize] = job;
-                index
-            }
-            None => {
-                self.jobs.push(job);
-                self.jobs.len() as u32 - 1
-            }
-        };
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.jobs.push(None);
+            self.jobs.len() as u32 - 1
+        });
+        self.jobs[index as usize] = job;
         match priority {
             Priority::Demand => self.demand.push_back(index),
             Priority::Idle => self.idle.push_back(index),

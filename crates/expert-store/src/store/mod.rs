@@ -10,7 +10,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::error::{FetchFailed, StoreError};
 use crate::key::{Key, RecordMap};
 use crate::memory::SlotMemory;
-use crate::policy::{Pin, Planned, Policy, PolicyOptions};
+use crate::policy::{Pin, Pins, Planned, Policy, PolicyOptions};
 use crate::source::{BlockSource, Priority};
 use crate::stats::{LayerStats, Stats};
 use fill::{Fill, Flight, Flights};
@@ -225,6 +225,11 @@ impl Store {
         }
         self.count_wait(start);
         Ok(!set.is_empty())
+    }
+
+    /// What drops pins that were leaked.
+    pub fn pins(&self) -> Pins {
+        self.policy.pins()
     }
 
     /// Asks for records that may be needed soon. They are read when nothing else is, into slots

@@ -116,15 +116,15 @@ impl Run<'_> {
         self.store.drain();
         self.store.check();
         assert_eq!(self.store.in_flight(), 0);
-        if self.store.failed().is_some() {
-            return;
-        }
         for layer in 0..LAYERS {
             let mut set = FetchSet::default();
             let slots = self.store.slots().min(EXPERTS);
             self.store.request(&keys(layer, 0..slots), &mut set).unwrap();
             let mut out = Vec::new();
             while self.store.take_ready(&mut set, true, &mut out).unwrap() {}
+            if self.store.failed().is_some() {
+                return;
+            }
             assert_eq!(out.iter().filter(|result| result.is_ok()).count() as u32, slots);
         }
     }
@@ -138,12 +138,13 @@ fn run(world: &World, seed: u64, rates: FaultRates, name: &'static str) -> (u64,
         scope: if dice.below(2) == 0 { Scope::Global } else { Scope::PerLayer },
         idle_slots_max: dice.below(4) as u32,
     };
-    let clock = Arc::new(ManualClock::new(Duration::from_millis(1)));
-    let options = StoreOptions { policy, poison: true, clock, ..Default::default() };
+    let clock = Arc::new(ManualClock::new(Duration::from_millis(10)));
+    let stuck_timeout = Duration::from_millis(200);
+    let options = StoreOptions { policy, poison: true, clock, stuck_timeout, ..Default::default() };
     let memory = Arc::new(HostMemory::new(world.slot_bytes, 1 + dice.below(8) as u32).unwrap());
     let source = Box::new(FaultSource::new(world.memory_source()).with_rates(seed, rates));
     let store = Store::open(memory.clone(), world.map.clone(), source, options).unwrap();
-    let sets = (0..1 + dice.below(3)).map(|_| FetchSet::default()).collect();
+    let sets = (0..=dice.below(3)).map(|_| FetchSet::default()).collect();
     let faulty = rates.errno + rates.truncated > 0;
     let held = Vec::new();
     let mut run = Run { world, memory, store, dice, sets, held, faulty, delivered: 0, failed: 0 };
@@ -197,10 +198,10 @@ fn real_disks_give_the_same_bytes() {
         let mut dice = Dice(seed);
         let memory = Arc::new(HostMemory::new(world.slot_bytes, 5).unwrap());
         let policy = PolicyOptions { strategy: StrategyKind::Mru, ..Default::default() };
-        let stuck_timeout = Duration::from_millis(50);
+        let stuck_timeout = Duration::from_millis(20);
         let options = StoreOptions { policy, poison: true, stuck_timeout, ..Default::default() };
         let store = Store::open(memory.clone(), world.map.clone(), source, options).unwrap();
-        let sets = (0..1 + dice.below(3)).map(|_| FetchSet::default()).collect();
+        let sets = (0..=dice.below(3)).map(|_| FetchSet::default()).collect();
         let held = Vec::new();
         let mut run = Run {
             world: &world,

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 /// Asks for all records in several orders, through few slots, and compares every byte.
 fn sweep(world: &World, memory: &Arc<impl Peek + 'static>, source: Source, verify: bool) {
-    let expected: Vec<(Key, Vec<(usize, Vec<u8>)>)> = keys(0, 0..EXPERTS)
+    type Pieces = Vec<(usize, Vec<u8>)>;
+    let expected: Vec<(Key, Pieces)> = keys(0, 0..EXPERTS)
         .into_iter()
         .chain(keys(1, 0..EXPERTS))
         .map(|key| {
@@ -212,7 +213,8 @@ fn an_empty_set_and_an_unknown_key() {
     let world = World::packed();
     let memory = Arc::new(HostMemory::new(world.slot_bytes, 2).unwrap());
     let source = Box::new(world.memory_source());
-    let mut store = Store::open(memory, world.map.clone(), source, Default::default()).unwrap();
+    let mut store =
+        Store::open(memory, world.map.clone(), source, StoreOptions::default()).unwrap();
     let (mut set, mut out) = (FetchSet::default(), Vec::new());
     assert_eq!(store.take_ready(&mut set, true, &mut out), Ok(false));
     for key in [Key { layer: 0, expert: EXPERTS }, Key { layer: LAYERS, expert: 0 }] {
@@ -221,4 +223,49 @@ fn an_empty_set_and_an_unknown_key() {
         assert!(store.prefetch(&[key]).is_err());
     }
     assert!(set.is_empty() && store.stats().misses == 0);
+}
+
+/// Pages of a file in the page cache, after those that nobody uses were dropped if `drop_first`.
+#[cfg(target_os = "linux")]
+#[expect(unsafe_code, reason = "no safe call tells")]
+fn cached_pages(path: &std::path::Path, drop_first: bool) -> usize {
+    use std::os::fd::AsRawFd;
+    let file = std::fs::File::open(path).unwrap();
+    let (fd, len) = (file.as_raw_fd(), file.metadata().unwrap().len() as usize);
+    if drop_first {
+        file.sync_all().unwrap();
+        // SAFETY: takes no pointer.
+        assert_eq!(unsafe { libc::posix_fadvise(fd, 0, 0, libc::POSIX_FADV_DONTNEED) }, 0);
+    }
+    // SAFETY: a mapping of its own, unmapped below, which nothing reads; `mincore` writes one byte
+    // for each page of it.
+    unsafe {
+        let map = libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, fd, 0);
+        assert_ne!(map, libc::MAP_FAILED);
+        let mut pages = vec![0_u8; len.div_ceil(4096)];
+        assert_eq!(libc::mincore(map, len, pages.as_mut_ptr()), 0);
+        assert_eq!(libc::munmap(map, len), 0);
+        pages.iter().filter(|&&page| page & 1 != 0).count()
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn no_source_leaves_page_cache_behind() {
+    for index in 0.. {
+        let world = World::packed();
+        let path = &world.specs[0].path;
+        let Some(source) = world.file_sources(&small_pieces()).into_iter().nth(index) else {
+            break;
+        };
+        let written = cached_pages(path, false);
+        if written == 0 {
+            skip("the temporary folder has no page cache");
+        }
+        let before = cached_pages(path, true);
+        let name = source.name();
+        sweep(&world, &Arc::new(HostMemory::new(world.slot_bytes, 4).unwrap()), source, false);
+        let after = cached_pages(path, false);
+        assert!(after <= before + 12, "{name}: `{after}` pages, `{before}` before, of `{written}`");
+    }
 }

@@ -229,6 +229,7 @@ impl Compiled {
         environment.set_formatter(python::write);
         environment.set_fuel(Some(FUEL));
         environment.add_filter("tojson", python::tojson);
+        environment.add_filter("string", python::string);
         environment.add_filter("int", python::int);
         environment.add_filter("float", python::to_float);
         environment.add_test("sequence", python::is_sequence);

@@ -25,27 +25,29 @@ pub(super) fn from_json(json: &Json) -> Value {
 
 /// Writes the result of a `{{ … }}`, containers and floats as Python prints them.
 pub(super) fn write(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
-    let text = match value.kind() {
+    match string(state, value)?.as_str() {
+        Some(text) => out.write_str(text),
+        None => out.write_fmt(format_args!("{value}")),
+    }
+    .map_err(Error::from)
+}
+
+/// The `string` filter: `str` of a value.
+pub(super) fn string(state: &State, value: &Value) -> Result<Value, Error> {
+    Ok(match value.kind() {
+        ValueKind::String => value.clone(),
         ValueKind::Seq | ValueKind::Map => {
             let mut repr = String::new();
             write_repr(&mut repr, state, value, 0)?;
-            repr
+            Value::from(repr)
         }
-        ValueKind::Number if !value.is_integer() => float(value)?,
-        ValueKind::Invalid => return Err(value.clone().validate_error()),
-        _ => return out.write_fmt(format_args!("{value}")).map_err(Error::from),
-    };
-    out.write_str(&text).map_err(Error::from)
-}
-
-trait ValidateError {
-    fn validate_error(self) -> Error;
-}
-
-impl ValidateError for Value {
-    fn validate_error(self) -> Error {
-        Error::new(ErrorKind::InvalidOperation, self.to_string())
-    }
+        ValueKind::Number if !value.is_integer() => Value::from(float(value)?),
+        ValueKind::Invalid => {
+            let reason = value.to_string();
+            return Err(Error::new(ErrorKind::InvalidOperation, reason));
+        }
+        _ => Value::from(value.to_string()),
+    })
 }
 
 /// `repr` of a value.

@@ -77,8 +77,12 @@ fn replace_leaf(value: &mut Value, number: &mut usize, with: &Value) {
     }
 }
 
+fn config() -> ProptestConfig {
+    ProptestConfig { cases: 400, failure_persistence: None, ..Default::default() }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(config())]
 
     #[test]
     fn random_bytes_are_no_shard(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {

@@ -120,27 +120,58 @@ fn unused(tree: &Tree, findings: &mut Findings) {
     }
 }
 
-/// The map names every crate as `crates/name`, and no other.
+/// The map's table has a row for every crate, with the edges of [`EDGES`]; no line of the map names
+/// a crate that is not there.
 fn map(tree: &Tree, findings: &mut Findings) {
     let crates = tree.crates();
     let Some(text) = tree.text(MAP) else {
-        findings.add(MAP, 0, "missing: the map of the crates, each named as `crates/name`");
+        findings.add(MAP, 0, "missing: the map, with a table of the crates under `## Code map`");
         return;
     };
-    let mut named = BTreeSet::new();
+    let mut in_table = false;
+    let mut rows = BTreeSet::new();
     for (index, line) in text.lines().enumerate() {
-        for rest in line.split("crates/").skip(1) {
-            let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-            let name = &rest[..rest.find(|c| !is_name(c)).unwrap_or(rest.len())];
-            if !name.is_empty() && !crates.contains(name) {
-                findings.add(MAP, index + 1, format!("there is no `crates/{name}`"));
+        if line.starts_with('#') {
+            in_table = line.to_lowercase().contains("code map");
+        }
+        let mut named = paths(line);
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        if let (true, [_, first, _, edges, _]) = (in_table, cells.as_slice())
+            && let [name] = quoted(first).as_slice()
+        {
+            let name = name.strip_prefix("crates/").unwrap_or(name);
+            rows.insert(name);
+            named.push(name);
+            let told: BTreeSet<&str> = quoted(edges).into_iter().collect();
+            let known: Option<BTreeSet<&str>> =
+                row(&EDGES, name).map(|edges| edges.iter().copied().collect());
+            if known.as_ref().is_some_and(|known| *known != told) {
+                let known: Vec<&str> = known.into_iter().flatten().collect();
+                let message = format!("`{name}` may depend on {known:?}, the row says {told:?}");
+                findings.add(MAP, index + 1, message);
             }
-            named.insert(name);
+        }
+        for name in named.into_iter().filter(|name| !crates.contains(name)) {
+            findings.add(MAP, index + 1, format!("there is no `crates/{name}`"));
         }
     }
-    for name in crates.difference(&named) {
-        findings.add(MAP, 0, format!("`crates/{name}` is not on the map: give it a line"));
+    for name in crates.difference(&rows) {
+        let message = format!("`{name}` has no row in the table under `## Code map`");
+        findings.add(MAP, 0, message);
     }
+}
+
+/// Names behind `crates/`.
+fn paths(line: &str) -> Vec<&str> {
+    let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    let name = |rest: &'_ str| rest.find(|c| !is_name(c)).unwrap_or(rest.len());
+    let names = line.split("crates/").skip(1).map(|rest| &rest[..name(rest)]);
+    names.filter(|name| !name.is_empty()).collect()
+}
+
+/// What stands between backticks.
+fn quoted(cell: &str) -> Vec<&str> {
+    cell.split('`').skip(1).step_by(2).collect()
 }
 
 #[cfg(test)]
@@ -211,12 +242,21 @@ mod tests {
     }
 
     #[test]
-    fn the_map_names_every_crate() {
-        let crates = [("crates/a/src/lib.rs", ""), ("crates/b-c/src/lib.rs", "")];
+    fn the_map_has_every_crate() {
+        let crates = [("crates/text/src/lib.rs", ""), ("crates/backend/src/lib.rs", "")];
         let with = |text: &'static str| [crates[0], crates[1], (MAP, text)];
-        expect(map, &with("`crates/a`, `crates/b-c/src`: see crates/*"), &[]);
-        let expected = ["ARCHITECTURE.md: `crates/b-c` is not", "ARCHITECTURE.md:2: there is no"];
-        expect(map, &with("`crates/a`\n`crates/b`"), &expected);
+        let good = "## Code map\n| `text` | x | - |\n| `backend` | x | `weights` |\n\
+            ## Other\n| `x` | y | z |\nsee `crates/text/src/lib.rs`, crates/*\n";
+        expect(map, &with(good), &[]);
+        let bad = "## Code map\n| `text` | x | `weights` |\n| `words` | x | - |\n\
+            ## Other\n| `backend` | x | `weights` |\ncrates/word\n";
+        let expected = [
+            "ARCHITECTURE.md: `backend` has no row",
+            "ARCHITECTURE.md:2: `text` may depend on []",
+            "ARCHITECTURE.md:3: there is no `crates/words`",
+            "ARCHITECTURE.md:6: there is no `crates/word`",
+        ];
+        expect(map, &with(bad), &expected);
         expect(map, &crates, &["ARCHITECTURE.md: missing"]);
     }
 }

@@ -331,7 +331,8 @@ mod tests {
 
     #[test]
     fn comments_and_literals_are_no_code() {
-        let text = "a /* b /* c */ d */ e // f\n\"g\\\"h\" 'i' '\\'' 'j: &'k l r#\"m\"n\"# br\"o\" r#p 'ü'";
+        let text = "a /* b /* c */ d */ e // f\n\"g\\\"h\" 'i' '\\'' 'j: &'k l \
+            r#\"m\"n\"# br\"o\" r#p 'ü'";
         let source = parse(text);
         let code: String = source.code.split_whitespace().collect();
         assert_eq!(code, "ae\"\"\"\"\"\"'j:&'kl\"\"b\"\"r#p\"\"");
@@ -352,8 +353,9 @@ mod tests {
 
     #[test]
     fn functions_are_measured() {
-        let text = "fn a<F: Fn(u8) -> u8>(&mut self, f: F, [x, y]: [u8; 2]) -> [u8; 2]\nwhere\n    F: Copy,\n\
-            {\n    let g: fn(u8);\n}\nfn b(self: &Self, m: Map<u8, u8>,);\n$fn $name() {}\n";
+        let text = "fn a<F: Fn(u8) -> u8>(&mut self, f: F, [x, y]: [u8; 2]) -> [u8; 2]\n\
+            where\n    F: Copy,\n{\n    let g: fn(u8);\n}\n\
+            fn b(self: &Self, m: Map<u8, u8>,);\n$fn $name() {}\n";
         let found = parse(text).functions();
         let brief = |f: &Function| (f.name.clone(), f.line, f.lines, f.params, f.has_body);
         let found: Vec<_> = found.iter().map(brief).collect();
