@@ -1,0 +1,185 @@
+//! What is refused at open, and what the message says. Each line of a table is a case.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use serde_json::{Value, json};
+use snowmelt_model::census;
+use snowmelt_weights::Checkpoint;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn fixture(family: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/oracle").join(family)
+}
+
+/// The fixture of a family with its config and its tensor names changed.
+fn changed(
+    family: &str,
+    config: impl FnOnce(&mut Value),
+    header: impl FnOnce(&mut Value),
+) -> Result<(), String> {
+    let folder = tempfile::tempdir().unwrap();
+    let from = fixture(family);
+    let mut json: Value =
+        serde_json::from_slice(&fs::read(from.join("config.json")).unwrap()).unwrap();
+    config(&mut json);
+    fs::write(folder.path().join("config.json"), json.to_string()).unwrap();
+    let bytes = fs::read(from.join("model.safetensors")).unwrap();
+    let len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut json: Value = serde_json::from_slice(&bytes[8..8 + len]).unwrap();
+    header(&mut json);
+    let mut text = json.to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let file = [&(text.len() as u64).to_le_bytes()[..], &text, &bytes[8 + len..]].concat();
+    fs::write(folder.path().join("model.safetensors"), file).unwrap();
+    let checkpoint = Checkpoint::open(folder.path()).map_err(|error| error.to_string())?;
+    census(&checkpoint).map(|_| ()).map_err(|error| error.to_string())
+}
+
+fn text(config: &mut Value) -> &mut Value {
+    match config.get("text_config") {
+        Some(_) => &mut config["text_config"],
+        None => config,
+    }
+}
+
+/// A config field, its bad value, and words of the message.
+fn config_cases() -> Vec<(&'static str, Value, &'static [&'static str])> {
+    vec![
+        ("model_type", json!("gpt2"), &["model_type", "gpt2", "qwen3_next"]),
+        ("hidden_size", json!(null), &["hidden_size", "config.json"]),
+        ("hidden_size", json!("64"), &["hidden_size", "\"64\"", "unsigned"]),
+        ("hidden_size", json!(0), &["hidden_size", "`0`", "at least 1"]),
+        ("hidden_size", json!(-3), &["hidden_size", "-3"]),
+        ("hidden_size", json!(4_294_967_296_u64), &["hidden_size", "4294967296"]),
+        ("hidden_size", json!(65), &["embed_tokens", "64", "65"]),
+        ("num_hidden_layers", json!(5), &["layer", "4"]),
+        ("num_hidden_layers", json!(0), &["num_hidden_layers", "at least 1"]),
+        ("num_attention_heads", json!(3), &["num_attention_heads", "`3`", "num_key_value_heads"]),
+        ("num_key_value_heads", json!(3), &["num_attention_heads", "num_key_value_heads"]),
+        ("head_dim", json!(0), &["head_dim", "at least 1"]),
+        ("num_experts_per_tok", json!(9), &["num_experts_per_tok", "`9`", "8"]),
+        ("num_experts_per_tok", json!(0), &["num_experts_per_tok", "at least 1"]),
+        ("vocab_size", json!(321), &["embed_tokens", "321", "320"]),
+        ("hidden_act", json!("gelu"), &["hidden_act", "gelu", "silu"]),
+        ("rms_norm_eps", json!("small"), &["rms_norm_eps", "small"]),
+        ("rms_norm_eps", json!(-1.0), &["rms_norm_eps", "-1"]),
+        ("attention_bias", json!("yes"), &["attention_bias", "yes"]),
+        ("max_position_embeddings", json!(0), &["max_position_embeddings", "at least 1"]),
+        ("rope_parameters", json!(7), &["rope_parameters", "7"]),
+        ("rope_parameters", json!({"rope_theta": 0.5}), &["rope_theta", "0.5"]),
+        (
+            "rope_parameters",
+            json!({"rope_theta": 1e6, "partial_rotary_factor": 1.5}),
+            &["partial_rotary_factor", "1.5"],
+        ),
+        (
+            "rope_parameters",
+            json!({"rope_theta": 1e6, "partial_rotary_factor": 0.04}),
+            &["partial_rotary_factor", "even"],
+        ),
+        (
+            "rope_parameters",
+            json!({"rope_theta": 1e6, "rope_type": "dynamic"}),
+            &["rope_type", "dynamic", "yarn"],
+        ),
+    ]
+}
+
+#[test]
+fn bad_config_fields() {
+    for family in ["qwen3_moe", "qwen3_next", "qwen3_5_moe"] {
+        for (field, value, words) in config_cases() {
+            let change = |config: &mut Value| {
+                if field == "model_type" {
+                    config["model_type"] = value.clone();
+                }
+                text(config)[field] = value.clone();
+            };
+            let message = changed(family, change, |_| {}).expect_err(field);
+            for word in words {
+                assert!(message.contains(word), "{family} {field}={value}: `{message}`, no `{word}`");
+            }
+        }
+    }
+}
+
+#[test]
+fn bad_layer_patterns_and_sizes_of_hybrids() {
+    let cases: [(&str, Value, &[&str]); 6] = [
+        ("layer_types", json!(["full_attention"]), &["layer_types", "1 entries", "4 entries"]),
+        ("layer_types", json!(["a", "b", "c", "d"]), &["layer_types", "`a`", "full_attention"]),
+        ("layer_types", json!("full_attention"), &["layer_types", "array"]),
+        ("linear_num_value_heads", json!(3), &["linear_num_value_heads", "linear_num_key_heads"]),
+        ("linear_conv_kernel_dim", json!(0), &["linear_conv_kernel_dim", "at least 1"]),
+        ("shared_expert_intermediate_size", json!(null), &["shared_expert_intermediate_size"]),
+    ];
+    for family in ["qwen3_next", "qwen3_5_moe"] {
+        for (field, value, words) in &cases {
+            let change = |config: &mut Value| text(config)[*field] = value.clone();
+            let message = changed(family, change, |_| {}).expect_err(field);
+            for word in *words {
+                assert!(message.contains(word), "{family} {field}: `{message}`, no `{word}`");
+            }
+        }
+    }
+}
+
+#[test]
+fn contradicting_spellings() {
+    let change = |config: &mut Value| {
+        config["num_experts"] = json!(8);
+        config["num_local_experts"] = json!(16);
+    };
+    let message = changed("qwen3_moe", change, |_| {}).unwrap_err();
+    assert!(message.contains("num_experts") && message.contains("num_local_experts"), "{message}");
+}
+
+#[test]
+fn missing_surplus_and_misshapen_tensors() {
+    let norm = "model.layers.1.input_layernorm.weight";
+    let message = changed("qwen3_moe", |_| {}, |header| {
+        let tensor = header.as_object_mut().unwrap().remove(norm).unwrap();
+        header["model.layers.1.other_norm.weight"] = tensor;
+    });
+    assert!(message.unwrap_err().contains(norm));
+    let surplus = changed("qwen3_moe", |config| config["num_hidden_layers"] = json!(3), |_| {});
+    let surplus = surplus.unwrap_err();
+    assert!(surplus.contains("model.layers.3.") && surplus.contains("trunk"), "{surplus}");
+    let q = "model.layers.0.self_attn.q_proj.weight";
+    let message = changed("qwen3_moe", |_| {}, |header| header[q]["shape"] = json!([64, 96]));
+    let message = message.unwrap_err();
+    assert!(message.contains(q) && message.contains("96"), "{message}");
+    let dtype = changed("qwen3_moe", |_| {}, |header| header[q]["dtype"] = json!("I16"));
+    let dtype = dtype.unwrap_err();
+    assert!(dtype.contains(q) && dtype.contains("I16"), "{dtype}");
+    let expert = "model.layers.2.mlp.experts.5.up_proj.weight";
+    let missing = changed("qwen3_moe", |_| {}, |header| {
+        let tensor = header.as_object_mut().unwrap().remove(expert).unwrap();
+        header["mtp.decoy"] = tensor;
+    });
+    assert!(missing.unwrap_err().contains(expert));
+}
+
+#[test]
+fn names_outside_the_trunk_are_skipped_and_listed() {
+    let checkpoint = Checkpoint::open(&fixture("qwen3_5_moe")).unwrap();
+    let census = census(&checkpoint).unwrap();
+    assert_eq!(census.skipped, ["model.visual.patch_embed.proj.weight", "mtp.fc.weight"]);
+}
+
+/// Names in the order of the trunk, sizes and state of a hybrid.
+#[test]
+fn the_census_counts() {
+    let checkpoint = Checkpoint::open(&fixture("qwen3_next")).unwrap();
+    let census = census(&checkpoint).unwrap();
+    assert_eq!((census.family, census.n_vocab, census.n_layers), ("qwen3_next", 320, 4));
+    assert_eq!(census.n_experts_total(), 32);
+    // gate, up and down of 32 x 64 in bf16, rounded up to a page.
+    assert_eq!(census.experts[0].record_bytes, 3 * 32 * 64 * 2);
+    assert_eq!(census.slot_bytes(), 12_288);
+    // One attention layer: k and v of 2 heads of 32.
+    assert_eq!(census.per_token_elements(), 2 * 2 * 32);
+    // Three DeltaNet layers: 3 columns of 128 channels, 4 heads of 16 x 16.
+    assert_eq!(census.per_sequence_elements(), 3 * (3 * 128 + 4 * 16 * 16));
+}
