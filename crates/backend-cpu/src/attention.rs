@@ -8,11 +8,13 @@
 //! nothing depends on which rows or heads are computed together.
 #![allow(unsafe_code)]
 
-use crate::dot::{Brain, Element, Half, Single, WeightRows, products};
+use crate::dot::{Brain, Element, Half, Products, Single, WeightRows};
+use crate::isa::Isa;
 use crate::math::{exp, exp_in_lane};
-use crate::simd::{Kernel, LANES, Simd};
+use crate::simd::{Kernel, LANES, Simd, dispatch};
 use crate::view::Mat;
 use snowmelt_backend::{BufType, PAGE_TOKENS, Rows};
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Heads that read a page together.
@@ -74,6 +76,7 @@ impl Store<'_> {
 /// Some (row, head) of a step, after K and V of all rows were written.
 #[derive(Clone, Debug)]
 pub(crate) struct Attend<'a> {
+    pub(crate) isa: Isa,
     pub(crate) q: Mat,
     pub(crate) out: Mat,
     pub(crate) k: Cache,
@@ -146,7 +149,8 @@ impl Attend<'_> {
                 let at = (*page as usize * PAGE_TOKENS * width + column) * E::BYTES;
                 let stride = width * E::BYTES;
                 let keys = WeightRows { ptr: self.k.ptr.add(at), stride, count, d_in: d };
-                products::<S, E>(s, keys, &q[..n], &to[..n]);
+                let (x, out) = (&q[..n], &to[..n]);
+                dispatch(self.isa, Products::<E> { w: keys, x, out, element: PhantomData });
                 let values = WeightRows { ptr: self.v.ptr.add(at), ..keys };
                 for h in 0..n {
                     let factor = self.weigh(s, &mut running[h], &mut weights[h], count);

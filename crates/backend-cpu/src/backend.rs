@@ -15,7 +15,7 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// How `linear` and experts see their activations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -97,6 +97,8 @@ pub(crate) struct Core {
     pool: Pool,
     /// Its lock admits one thread at a time to buffers, scratch and pool.
     scratch: Mutex<Scratch>,
+    /// Empty: memory for the pins of the next pass.
+    spare_pins: Mutex<Vec<Ready>>,
 }
 
 /// The verbs on the CPU.
@@ -122,7 +124,8 @@ impl CpuBackend {
         let pool = Pool::new(threads).map_err(|source| CpuError::Thread { threads, source })?;
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let scratch = Mutex::new(Scratch::new(threads));
-        let core = Arc::new(Core { id, options, isa, pool, scratch });
+        let spare_pins = Mutex::default();
+        let core = Arc::new(Core { id, options, isa, pool, scratch, spare_pins });
         // Locks and threads allocate on first use on some systems; verbs must not.
         core.enter().tools.all(|_| ());
         Ok(Self { core })
@@ -152,6 +155,10 @@ impl fmt::Debug for CpuBackend {
 }
 
 impl Core {
+    pub(crate) fn spare_pins(&self) -> MutexGuard<'_, Vec<Ready>> {
+        self.spare_pins.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Begins a verb.
     pub(crate) fn enter(&self) -> Run<'_> {
         let scratch = match self.scratch.try_lock() {
@@ -261,23 +268,38 @@ impl Tools<'_> {
 #[derive(Debug)]
 pub struct CpuPass {
     core: Arc<Core>,
+    pins: Vec<Ready>,
 }
 
 impl CpuPass {
+    /// Takes over the memory for pins that an earlier pass has left.
     pub(crate) fn new(core: Arc<Core>) -> Self {
-        Self { core }
+        let pins = std::mem::take(&mut *core.spare_pins());
+        Self { core, pins }
     }
 
-    /// The verb has read the experts' bytes: nothing need hold them longer.
-    pub(crate) fn drop_pins(ready: &mut Vec<Ready>) {
-        ready.clear();
+    /// Keeps pins until the submission.
+    pub(crate) fn keep(&mut self, ready: &mut Vec<Ready>) {
+        self.pins.append(ready);
+    }
+}
+
+impl Drop for CpuPass {
+    fn drop(&mut self) {
+        self.pins.clear();
+        let mut spare = self.core.spare_pins();
+        if spare.capacity() < self.pins.capacity() {
+            *spare = std::mem::take(&mut self.pins);
+        }
     }
 }
 
 impl Pass for CpuPass {
     type Buf = CpuBuf;
 
-    fn submit(&mut self) {}
+    fn submit(&mut self) {
+        self.pins.clear();
+    }
 
     fn read(
         &mut self,

@@ -1,6 +1,7 @@
 //! The arithmetic of a matrix product, written once in plain scalar code. Nothing runs it but the
 //! tests, which hold every kernel to it bit for bit.
 
+#[cfg(test)]
 use snowmelt_weights::Encoding;
 
 /// Elements of a block of rounded activations.

@@ -3,7 +3,8 @@
 //! Every output is the chain of `canonical::dot`, whichever tile computes it.
 #![allow(unsafe_code)]
 
-use crate::simd::{LANES, Simd};
+use crate::simd::{Kernel, LANES, Registers, Simd};
+use std::marker::PhantomData;
 
 /// How the elements of a row are stored; no alignment is assumed.
 pub(crate) trait Element: 'static {
@@ -109,33 +110,6 @@ pub(crate) struct WeightRows {
     pub(crate) d_in: usize,
 }
 
-/// Adds the next sixteen elements, or the `n` that are left, to every chain of a tile.
-#[inline(always)]
-unsafe fn step<S: Simd, E: Element, const R: usize, const N: usize, const PART: bool>(
-    s: S,
-    w: WeightRows,
-    x: [*const f32; N],
-    at: [usize; 2],
-    acc: &mut [[S::V; R]; N],
-) {
-    let [i, n] = at;
-    let mut xs = [s.zero(); N];
-    for j in 0..N {
-        // SAFETY: the caller's rows have `i + n` elements, `n` being 16 unless `PART`.
-        xs[j] = unsafe { if PART { s.load_part(x[j].add(i), n) } else { s.load(x[j].add(i)) } };
-    }
-    for r in 0..R {
-        // SAFETY: as above, for `R` rows.
-        let v = unsafe {
-            let p = w.ptr.add(r * w.stride + i * E::BYTES);
-            if PART { E::load_part(s, p, n) } else { E::load(s, p) }
-        };
-        for j in 0..N {
-            acc[j][r] = s.fma(v, xs[j], acc[j][r]);
-        }
-    }
-}
-
 /// `R` weight rows times `N` rows of x.
 #[inline(always)]
 unsafe fn tile<S: Simd, E: Element, const R: usize, const N: usize>(
@@ -144,16 +118,40 @@ unsafe fn tile<S: Simd, E: Element, const R: usize, const N: usize>(
     x: [*const f32; N],
 ) -> [[f32; R]; N] {
     let mut acc = [[s.zero(); R]; N];
-    let whole = w.d_in / LANES * LANES;
-    let mut i = 0;
-    while i < whole {
-        // SAFETY: the caller's rows have `d_in` elements.
-        unsafe { step::<S, E, R, N, false>(s, w, x, [i, LANES], &mut acc) };
-        i += LANES;
-    }
-    if i < w.d_in {
-        // SAFETY: as above.
-        unsafe { step::<S, E, R, N, true>(s, w, x, [i, w.d_in - i], &mut acc) };
+    let whole = w.d_in / LANES;
+    let tail = w.d_in % LANES;
+    let (mut last_w, mut last_x) = ([[0u8; LANES * 4]; R], [[0.0f32; LANES]; N]);
+    let (mut at, mut stride, mut xs, mut steps) = (w.ptr, w.stride, x, whole);
+    // First what is whole; then the tail, from copies that zeros complete.
+    loop {
+        for i in 0..steps {
+            // SAFETY: the caller's rows have `d_in` elements, copies have 16.
+            unsafe {
+                let v: [S::V; N] = load_all(s, xs, i);
+                for r in 0..R {
+                    let w = E::load(s, at.add(r * stride + i * LANES * E::BYTES));
+                    for j in 0..N {
+                        acc[j][r] = s.fma(w, v[j], acc[j][r]);
+                    }
+                }
+            }
+        }
+        if tail == 0 || stride == LANES * 4 && at == last_w.as_ptr().cast() {
+            break;
+        }
+        // SAFETY: `tail` elements of every row are left.
+        unsafe {
+            for (r, last) in last_w.iter_mut().enumerate() {
+                let from = w.ptr.add(r * w.stride + whole * LANES * E::BYTES);
+                std::ptr::copy_nonoverlapping(from, last.as_mut_ptr(), tail * E::BYTES);
+            }
+            for (x, last) in x.iter().zip(&mut last_x) {
+                let from = x.add(whole * LANES).cast::<u8>();
+                std::ptr::copy_nonoverlapping(from, last.as_mut_ptr().cast(), tail * 4);
+            }
+        }
+        (at, stride, steps) = (last_w.as_ptr().cast(), LANES * 4, 1);
+        xs = std::array::from_fn(|j| last_x[j].as_ptr());
     }
     let mut out = [[0.0; R]; N];
     for j in 0..N {
@@ -164,65 +162,85 @@ unsafe fn tile<S: Simd, E: Element, const R: usize, const N: usize>(
     out
 }
 
+/// The `i`-th sixteen of each row.
+#[inline(always)]
+unsafe fn load_all<S: Simd, const N: usize>(s: S, x: [*const f32; N], i: usize) -> [S::V; N] {
+    let mut all = [s.zero(); N];
+    for j in 0..N {
+        // SAFETY: as the caller promises.
+        all[j] = unsafe { s.load(x[j].add(i * LANES)) };
+    }
+    all
+}
+
 /// All of `w` times `N` rows of x, `R` rows of weights at a time.
 #[inline(always)]
 unsafe fn strip<S: Simd, E: Element, const R: usize, const N: usize>(
     s: S,
     w: WeightRows,
-    x: [*const f32; N],
-    out: [*mut f32; N],
+    x: &[*const f32],
+    out: &[*mut f32],
 ) {
+    let xs: [*const f32; N] = std::array::from_fn(|j| x[j]);
     let mut r = 0;
-    while r < w.count {
-        // SAFETY: row `r` exists, and `R` from there where they do.
-        unsafe {
+    // SAFETY: rows from `r` on exist, `R` of them in the first loop.
+    unsafe {
+        while r + R <= w.count {
             let rest = WeightRows { ptr: w.ptr.add(r * w.stride), ..w };
-            if r + R <= w.count {
-                let sums = tile::<S, E, R, N>(s, rest, x);
-                for j in 0..N {
-                    out[j].add(r).cast::<[f32; R]>().write_unaligned(sums[j]);
-                }
-                r += R;
-            } else {
-                let sums = tile::<S, E, 1, N>(s, rest, x);
-                for j in 0..N {
-                    out[j].add(r).write(sums[j][0]);
-                }
-                r += 1;
+            let sums = tile::<S, E, R, N>(s, rest, xs);
+            for j in 0..N {
+                out[j].add(r).cast::<[f32; R]>().write_unaligned(sums[j]);
             }
+            r += R;
+        }
+        while r < w.count {
+            let rest = WeightRows { ptr: w.ptr.add(r * w.stride), ..w };
+            for j in 0..N {
+                out[j].add(r).write(tile::<S, E, 1, 1>(s, rest, [xs[j]])[0][0]);
+            }
+            r += 1;
         }
     }
 }
 
-/// `out[j][r] = w[r] . x[j]` for all rows of both.
-///
-/// # Safety
-/// `x` and `out` are equally long; each x has `d_in` elements, each out room for `count`.
-#[inline(always)]
-pub(crate) unsafe fn products<S: Simd, E: Element>(
-    s: S,
-    w: WeightRows,
-    x: &[*const f32],
-    out: &[*mut f32],
-) {
-    let mut j = 0;
-    // SAFETY: as the caller promises; `j` stays inside both slices.
-    unsafe {
-        if S::MANY_REGISTERS {
-            while j + 4 <= x.len() {
-                let (xs, outs) = (std::array::from_fn(|i| x[j + i]), std::array::from_fn(|i| out[j + i]));
-                strip::<S, E, 4, 4>(s, w, xs, outs);
-                j += 4;
+/// `out[j][r] = w[r] . x[j]` for all rows of both; `x` and `out` are equally long.
+#[derive(Debug)]
+pub(crate) struct Products<'a, E> {
+    pub(crate) w: WeightRows,
+    /// Rows of `d_in`.
+    pub(crate) x: &'a [*const f32],
+    /// Rows with room for one element of each row of `w`.
+    pub(crate) out: &'a [*mut f32],
+    pub(crate) element: PhantomData<E>,
+}
+
+impl<E: Element> Kernel for Products<'_, E> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Self { w, mut x, mut out, .. } = self;
+        assert!(x.len() == out.len(), "{} rows of x, {} of out", x.len(), out.len());
+        // SAFETY: whoever made it has checked rows and bounds.
+        unsafe {
+            if S::REGISTERS == Registers::Many {
+                while x.len() >= 4 {
+                    strip::<S, E, 4, 4>(s, w, x, out);
+                    (x, out) = (&x[4..], &out[4..]);
+                }
             }
-        } else {
-            while j + 2 <= x.len() {
-                strip::<S, E, 3, 2>(s, w, [x[j], x[j + 1]], [out[j], out[j + 1]]);
-                j += 2;
+            if S::REGISTERS == Registers::Some {
+                while x.len() >= 2 {
+                    strip::<S, E, 3, 2>(s, w, x, out);
+                    (x, out) = (&x[2..], &out[2..]);
+                }
             }
-        }
-        while j < x.len() {
-            strip::<S, E, 4, 1>(s, w, [x[j]], [out[j]]);
-            j += 1;
+            while !x.is_empty() {
+                if S::REGISTERS == Registers::None {
+                    strip::<S, E, 1, 1>(s, w, x, out);
+                } else {
+                    strip::<S, E, 4, 1>(s, w, x, out);
+                }
+                (x, out) = (&x[1..], &out[1..]);
+            }
         }
     }
 }

@@ -5,27 +5,33 @@
 //! instruction set forms them is its own affair.
 #![allow(unsafe_code)]
 
-use crate::canonical::BLOCK;
-use crate::quantise::Quantised;
+use crate::quantise::{Quantised, Rounding};
 use crate::simd::{Params, Simd};
 
 /// Rows of a tile.
 pub(crate) const TILE: usize = 8;
 
+/// Bytes of the codes of two blocks at most.
+const PAIR_MAX: usize = 64;
+
 /// How a row of quantised weights is stored.
 pub(crate) trait Format: 'static {
-    /// Bytes of the codes of one block of 32.
-    const BLOCK_BYTES: usize;
-    /// Blocks that share a scale.
+    /// Bytes of the codes of two blocks.
+    const PAIR_BYTES: usize;
+    /// Blocks that share a scale: 1 or 2.
     const GROUP_BLOCKS: usize;
     /// Whether biases follow the scales.
     const BIASED: bool;
-    /// Codes of a block beside i16 activations.
-    unsafe fn wide<S: Simd>(s: S, p: *const u8) -> S::Wide;
-    /// Codes of a block beside i8 activations.
-    unsafe fn narrow<S: Simd>(s: S, p: *const u8) -> S::Narrow;
-    /// Product with i8 activations.
-    unsafe fn narrow_dot<S: Simd>(s: S, codes: S::Narrow, x: *const i8) -> S::Sums;
+    /// Codes of two blocks, unpacked.
+    type Codes<S: Simd, A: Activation>: Copy;
+    /// Unpacks the codes of two blocks.
+    unsafe fn codes<S: Simd, A: Activation>(s: S, p: *const u8) -> Self::Codes<S, A>;
+    /// Exact products of two blocks.
+    unsafe fn dot<S: Simd, A: Activation>(
+        s: S,
+        codes: Self::Codes<S, A>,
+        x: *const u8,
+    ) -> S::Sums;
 }
 
 /// Signed bytes.
@@ -36,93 +42,97 @@ pub(crate) struct Q8;
 pub(crate) struct Q4<const GROUP: usize>;
 
 impl Format for Q8 {
-    const BLOCK_BYTES: usize = 32;
+    const PAIR_BYTES: usize = 64;
     const GROUP_BLOCKS: usize = 1;
     const BIASED: bool = false;
+    type Codes<S: Simd, A: Activation> = A::Q8<S>;
     #[inline(always)]
-    unsafe fn wide<S: Simd>(s: S, p: *const u8) -> S::Wide {
+    unsafe fn codes<S: Simd, A: Activation>(s: S, p: *const u8) -> A::Q8<S> {
         // SAFETY: as the caller promises.
-        unsafe { s.wide_q8(p) }
+        unsafe { A::q8(s, p) }
     }
     #[inline(always)]
-    unsafe fn narrow<S: Simd>(s: S, p: *const u8) -> S::Narrow {
+    unsafe fn dot<S: Simd, A: Activation>(s: S, codes: A::Q8<S>, x: *const u8) -> S::Sums {
         // SAFETY: as the caller promises.
-        unsafe { s.narrow_q8(p) }
-    }
-    #[inline(always)]
-    unsafe fn narrow_dot<S: Simd>(s: S, codes: S::Narrow, x: *const i8) -> S::Sums {
-        // SAFETY: as the caller promises.
-        unsafe { s.narrow_dot_q8(codes, x) }
+        unsafe { A::dot_q8(s, codes, x) }
     }
 }
 
 impl<const GROUP: usize> Format for Q4<GROUP> {
-    const BLOCK_BYTES: usize = 16;
+    const PAIR_BYTES: usize = 32;
     const GROUP_BLOCKS: usize = GROUP;
     const BIASED: bool = true;
+    type Codes<S: Simd, A: Activation> = S::Q4;
     #[inline(always)]
-    unsafe fn wide<S: Simd>(s: S, p: *const u8) -> S::Wide {
+    unsafe fn codes<S: Simd, A: Activation>(s: S, p: *const u8) -> S::Q4 {
         // SAFETY: as the caller promises.
-        unsafe { s.wide_q4(p) }
+        unsafe { s.q4(p) }
     }
     #[inline(always)]
-    unsafe fn narrow<S: Simd>(s: S, p: *const u8) -> S::Narrow {
+    unsafe fn dot<S: Simd, A: Activation>(s: S, codes: S::Q4, x: *const u8) -> S::Sums {
         // SAFETY: as the caller promises.
-        unsafe { s.narrow_q4(p) }
-    }
-    #[inline(always)]
-    unsafe fn narrow_dot<S: Simd>(s: S, codes: S::Narrow, x: *const i8) -> S::Sums {
-        // SAFETY: as the caller promises.
-        unsafe { s.narrow_dot_q4(codes, x) }
+        unsafe { A::dot_q4(s, codes, x) }
     }
 }
 
-/// How activations are stored beside the codes.
+/// How activations are rounded.
 pub(crate) trait Activation: 'static {
-    /// Bytes of a block.
-    const BLOCK_BYTES: usize;
-    /// Codes of a weight block, unpacked.
-    type Codes<S: Simd>: Copy;
-    /// Unpacks one block.
-    unsafe fn codes<S: Simd, F: Format>(s: S, p: *const u8) -> Self::Codes<S>;
-    /// Exact product of one block.
-    unsafe fn dot<S: Simd, F: Format>(s: S, codes: Self::Codes<S>, x: *const u8) -> S::Sums;
+    /// Which.
+    const ROUNDING: Rounding;
+    /// Signed bytes of two weight blocks, unpacked.
+    type Q8<S: Simd>: Copy;
+    /// Unpacks them.
+    unsafe fn q8<S: Simd>(s: S, p: *const u8) -> Self::Q8<S>;
+    /// Products with them.
+    unsafe fn dot_q8<S: Simd>(s: S, codes: Self::Q8<S>, x: *const u8) -> S::Sums;
+    /// Products with nibbles.
+    unsafe fn dot_q4<S: Simd>(s: S, codes: S::Q4, x: *const u8) -> S::Sums;
 }
 
-/// i16, even elements before odd ones.
+/// To 16 bits.
 #[derive(Debug)]
 pub(crate) struct Wide;
-/// i8, in order.
+/// To 8 bits.
 #[derive(Debug)]
 pub(crate) struct Narrow;
 
 impl Activation for Wide {
-    const BLOCK_BYTES: usize = 2 * BLOCK;
-    type Codes<S: Simd> = S::Wide;
+    const ROUNDING: Rounding = Rounding::Wide;
+    type Q8<S: Simd> = S::Q8Wide;
     #[inline(always)]
-    unsafe fn codes<S: Simd, F: Format>(s: S, p: *const u8) -> S::Wide {
+    unsafe fn q8<S: Simd>(s: S, p: *const u8) -> S::Q8Wide {
         // SAFETY: as the caller promises.
-        unsafe { F::wide(s, p) }
+        unsafe { s.q8_wide(p) }
     }
     #[inline(always)]
-    unsafe fn dot<S: Simd, F: Format>(s: S, codes: S::Wide, x: *const u8) -> S::Sums {
-        // SAFETY: as the caller promises; loads need no alignment.
-        unsafe { s.wide_dot(codes, x.cast()) }
+    unsafe fn dot_q8<S: Simd>(s: S, codes: S::Q8Wide, x: *const u8) -> S::Sums {
+        // SAFETY: as the caller promises.
+        unsafe { s.q8_wide_dot(codes, x) }
+    }
+    #[inline(always)]
+    unsafe fn dot_q4<S: Simd>(s: S, codes: S::Q4, x: *const u8) -> S::Sums {
+        // SAFETY: as the caller promises.
+        unsafe { s.q4_wide_dot(codes, x) }
     }
 }
 
 impl Activation for Narrow {
-    const BLOCK_BYTES: usize = BLOCK;
-    type Codes<S: Simd> = S::Narrow;
+    const ROUNDING: Rounding = Rounding::Narrow;
+    type Q8<S: Simd> = S::Q8Narrow;
     #[inline(always)]
-    unsafe fn codes<S: Simd, F: Format>(s: S, p: *const u8) -> S::Narrow {
+    unsafe fn q8<S: Simd>(s: S, p: *const u8) -> S::Q8Narrow {
         // SAFETY: as the caller promises.
-        unsafe { F::narrow(s, p) }
+        unsafe { s.q8_narrow(p) }
     }
     #[inline(always)]
-    unsafe fn dot<S: Simd, F: Format>(s: S, codes: S::Narrow, x: *const u8) -> S::Sums {
+    unsafe fn dot_q8<S: Simd>(s: S, codes: S::Q8Narrow, x: *const u8) -> S::Sums {
         // SAFETY: as the caller promises.
-        unsafe { F::narrow_dot(s, codes, x.cast()) }
+        unsafe { s.q8_narrow_dot(codes, x) }
+    }
+    #[inline(always)]
+    unsafe fn dot_q4<S: Simd>(s: S, codes: S::Q4, x: *const u8) -> S::Sums {
+        // SAFETY: as the caller promises.
+        unsafe { s.q4_narrow_dot(codes, x) }
     }
 }
 
@@ -139,58 +149,80 @@ impl XRow {
     /// Row `t`, for weights of `F`.
     #[inline(always)]
     pub(crate) fn of<F: Format, A: Activation>(x: &Quantised, t: usize) -> Self {
+        let pairs = t * x.pairs();
         let sums = if F::GROUP_BLOCKS == 1 {
-            x.sums.wrapping_add(t * x.blocks)
+            x.sums.wrapping_add(2 * pairs)
         } else {
-            x.pair_sums.wrapping_add(t * (x.blocks / 2))
+            x.pair_sums.wrapping_add(pairs)
         };
         Self {
-            codes: x.codes.wrapping_add(t * x.blocks * A::BLOCK_BYTES),
-            scales: x.scales.wrapping_add(t * x.blocks),
+            codes: x.codes.wrapping_add(pairs * A::ROUNDING.pair_bytes()),
+            scales: x.scales.wrapping_add(2 * pairs),
             sums,
         }
     }
 }
 
+/// Eight weight rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows8 {
+    pub(crate) rows: [*const u8; TILE],
+    /// Where the next eight begin, or anything else worth having in the cache.
+    pub(crate) next: *const u8,
+    /// Blocks of a row.
+    pub(crate) blocks: usize,
+}
+
+/// Chains of a tile: one for products and one for biases.
+#[derive(Clone, Copy)]
+struct Chains<H, const N: usize> {
+    acc: [H; N],
+    bias: [H; N],
+}
+
 /// Eight weight rows times `N` rows of x.
 ///
 /// # Safety
-/// Every row has `blocks` blocks.
+/// Every row of weights has `blocks` blocks; x has as many, completed to pairs.
 #[inline(always)]
 pub(crate) unsafe fn tile<S: Simd, F: Format, A: Activation, const N: usize>(
     s: S,
-    w: &[*const u8; TILE],
+    w: &Rows8,
     x: &[XRow; N],
-    blocks: usize,
 ) -> [S::H; N] {
+    let blocks = w.blocks;
     let groups = blocks / F::GROUP_BLOCKS;
-    let mut acc = [s.h_splat(0.0); N];
-    let mut bias = [s.h_splat(0.0); N];
-    let (mut scales, mut biases): (Params, Params) = ([[0.0; 8]; 8], [[0.0; 8]; 8]);
+    let mut chains = Chains { acc: [s.h_splat(0.0); N], bias: [s.h_splat(0.0); N] };
+    let mut params: [Params; 2] = [[[0.0; 8]; 8]; 2];
     let mut first = 0;
     while first < groups {
         let count = (groups - first).min(8);
-        let after_codes = blocks * F::BLOCK_BYTES + 2 * first;
+        let after_codes = blocks * (F::PAIR_BYTES / 2) + 2 * first;
         // SAFETY: scales follow the codes, and biases the scales, one for each group.
         unsafe {
-            s.params(&w.map(|w| w.add(after_codes)), count, &mut scales);
+            s.params(&w.rows.map(|w| w.add(after_codes)), count, &mut params[0]);
             if F::BIASED {
-                s.params(&w.map(|w| w.add(after_codes + 2 * groups)), count, &mut biases);
+                let after_scales = after_codes + 2 * groups;
+                s.params(&w.rows.map(|w| w.add(after_scales)), count, &mut params[1]);
             }
         }
-        for k in 0..count {
-            let g = first + k;
-            // SAFETY: eight f32; blocks and groups below the counts that every row has.
+        let step = 2 / F::GROUP_BLOCKS;
+        for k in (0..count).step_by(step) {
+            let pair = (first + k) / step;
+            // SAFETY: pairs below the count that every row has; the last may be half a one.
             unsafe {
-                let scale = s.h_load(scales[k].as_ptr());
-                for b in g * F::GROUP_BLOCKS..(g + 1) * F::GROUP_BLOCKS {
-                    block::<S, F, A, N>(s, w, x, b, scale, &mut acc);
-                }
-                if F::BIASED {
-                    let of_group = s.h_load(biases[k].as_ptr());
-                    for j in 0..N {
-                        bias[j] = s.h_fma(of_group, s.h_splat(*x[j].sums.add(g)), bias[j]);
+                if 2 * pair + 2 <= blocks {
+                    let from = w.rows.map(|w| w.add(pair * F::PAIR_BYTES));
+                    ahead::<S, F, N>(s, w, pair);
+                    add_pair::<S, F, A, N>(s, &from, x, [pair, 2, k], &params, &mut chains);
+                } else {
+                    let mut last = [[0u8; PAIR_MAX]; TILE];
+                    for (last, w) in last.iter_mut().zip(w.rows) {
+                        let codes = w.add(pair * F::PAIR_BYTES);
+                        last.as_mut_ptr().copy_from_nonoverlapping(codes, F::PAIR_BYTES / 2);
                     }
+                    let from: [*const u8; TILE] = std::array::from_fn(|r| last[r].as_ptr());
+                    add_pair::<S, F, A, N>(s, &from, x, [pair, 1, k], &params, &mut chains);
                 }
             }
         }
@@ -198,35 +230,62 @@ pub(crate) unsafe fn tile<S: Simd, F: Format, A: Activation, const N: usize>(
     }
     if F::BIASED {
         for j in 0..N {
-            acc[j] = s.h_add(acc[j], bias[j]);
+            chains.acc[j] = s.h_add(chains.acc[j], chains.bias[j]);
         }
     }
-    acc
+    chains.acc
 }
 
-/// Adds block `b` to the chains of a tile.
+/// Adds `count` blocks of a pair to the chains of a tile; `k` is their first group in `params`.
 #[inline(always)]
-unsafe fn block<S: Simd, F: Format, A: Activation, const N: usize>(
+unsafe fn add_pair<S: Simd, F: Format, A: Activation, const N: usize>(
     s: S,
     w: &[*const u8; TILE],
     x: &[XRow; N],
-    b: usize,
-    scale: S::H,
-    acc: &mut [S::H; N],
+    [pair, count, k]: [usize; 3],
+    params: &[Params; 2],
+    chains: &mut Chains<S::H, N>,
 ) {
     let mut sums = [[s.sums_zero(); TILE]; N];
     for r in 0..TILE {
-        // SAFETY: the caller's rows have block `b`.
+        // SAFETY: the caller's rows have this pair.
         unsafe {
-            let codes = A::codes::<S, F>(s, w[r].add(b * F::BLOCK_BYTES));
+            let codes = F::codes::<S, A>(s, w[r]);
             for j in 0..N {
-                sums[j][r] = A::dot::<S, F>(s, codes, x[j].codes.add(b * A::BLOCK_BYTES));
+                let x = x[j].codes.add(pair * A::ROUNDING.pair_bytes());
+                sums[j][r] = F::dot::<S, A>(s, codes, x);
             }
         }
     }
     for j in 0..N {
-        // SAFETY: as above.
-        let s_x = s.h_splat(unsafe { *x[j].scales.add(b) });
-        acc[j] = s.h_fma(s.reduce(&sums[j]), s.h_mul(scale, s_x), acc[j]);
+        let d = s.reduce(&sums[j]);
+        // SAFETY: eight f32 in each group of `params`; x has this pair.
+        unsafe {
+            for b in 0..count {
+                let scale = s.h_load(params[0][k + b / F::GROUP_BLOCKS].as_ptr());
+                let s_x = s.h_splat(*x[j].scales.add(2 * pair + b));
+                chains.acc[j] = s.h_fma(d[b], s.h_mul(scale, s_x), chains.acc[j]);
+            }
+            if F::BIASED {
+                for g in 0..count / F::GROUP_BLOCKS {
+                    let bias = s.h_load(params[1][k + g].as_ptr());
+                    let sum = s.h_splat(*x[j].sums.add(2 * pair / F::GROUP_BLOCKS + g));
+                    chains.bias[j] = s.h_fma(bias, sum, chains.bias[j]);
+                }
+            }
+        }
+    }
+}
+
+/// Asks for that share of the next eight rows which corresponds to this pair of the present ones:
+/// with eight streams at a time the machine's own prefetch is late.
+#[inline(always)]
+fn ahead<S: Simd, F: Format, const N: usize>(s: S, w: &Rows8, pair: usize) {
+    if N == 1 {
+        let params = 2 / F::GROUP_BLOCKS * if F::BIASED { 4 } else { 2 };
+        let bytes = TILE * (F::PAIR_BYTES + params);
+        for line in 0..bytes.div_ceil(64) {
+            s.prefetch(w.next.wrapping_add(pair * bytes + 64 * line));
+        }
     }
 }

@@ -4,6 +4,7 @@ mod attention;
 mod backend;
 mod buf;
 mod canonical;
+mod ceiling;
 mod dot;
 mod elementwise;
 mod gemm;
@@ -26,5 +27,6 @@ mod view;
 
 pub use backend::{Activations, CpuBackend, CpuOptions, CpuPass};
 pub use buf::{CpuBuf, CpuWeight};
+pub use ceiling::memory_read_ceiling;
 pub use isa::{CpuError, Isa, IsaChoice};
 pub use slab::CpuSlab;

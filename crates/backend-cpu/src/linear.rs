@@ -2,12 +2,14 @@
 //! expert.
 #![allow(unsafe_code)]
 
-use crate::dot::{Brain, Element, Half, Single, WeightRows, products};
-use crate::gemm::{Activation, Format, Narrow, Q4, Q8, TILE, Wide, XRow, tile};
+use crate::dot::{Brain, Element, Half, Products, Single, WeightRows};
+use crate::gemm::{Activation, Format, Narrow, Q4, Q8, Rows8, TILE, Wide, XRow, tile};
 use crate::quantise::{Quantised, Rounding};
-use crate::simd::{Kernel, LANES, Simd};
+use crate::isa::Isa;
+use crate::simd::{Kernel, LANES, Registers, Simd, dispatch};
 use crate::view::Mat;
 use snowmelt_weights::Encoding;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Encoded rows by pointer; no alignment is assumed.
@@ -27,11 +29,6 @@ unsafe impl Sync for Matrix {}
 impl Matrix {
     fn row_bytes(&self) -> usize {
         self.encoding.row_bytes(self.d_in)
-    }
-
-    /// Bytes of all rows.
-    pub(crate) fn bytes(&self) -> usize {
-        self.d_out * self.row_bytes()
     }
 
     /// How many units of outputs there are.
@@ -95,24 +92,6 @@ pub(crate) struct Linear<'a> {
     pub(crate) scratch: *mut f32,
 }
 
-impl Kernel for Linear<'_> {
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        // SAFETY: the verb has checked shapes and bounds, and gives each thread outputs and
-        // scratch of its own.
-        unsafe {
-            match (self.x, self.w.encoding) {
-                (Input::Float(x), Encoding::F32) => self.floats::<S, Single>(s, x),
-                (Input::Float(x), Encoding::F16) => self.floats::<S, Half>(s, x),
-                (Input::Float(x), Encoding::Bf16) => self.floats::<S, Brain>(s, x),
-                (Input::Float(x), _) => self.decoded(s, x),
-                (Input::Wide(x), encoding) => self.integers::<S, Wide>(s, &x, encoding),
-                (Input::Narrow(x), encoding) => self.integers::<S, Narrow>(s, &x, encoding),
-            }
-        }
-    }
-}
-
 impl Linear<'_> {
     /// No rows and no outputs yet.
     pub(crate) fn new(w: Matrix, x: Input, out: Mat) -> Self {
@@ -120,192 +99,216 @@ impl Linear<'_> {
         Self { w, x, out, n: 0, x_rows, out_rows, outputs: 0..0, scratch }
     }
 
-    #[inline(always)]
+    /// Computes them. The verb has checked shapes and bounds, and gives each thread outputs and
+    /// scratch of its own.
+    pub(crate) fn compute(&self, isa: Isa) {
+        match (self.x, self.w.encoding) {
+            (Input::Float(x), Encoding::F32) => self.plain::<Single>(isa, x),
+            (Input::Float(x), Encoding::F16) if self.n <= 2 => self.plain::<Half>(isa, x),
+            (Input::Float(x), Encoding::Bf16) if self.n <= 2 => self.plain::<Brain>(isa, x),
+            (Input::Float(x), _) => self.decoded(isa, x),
+            (Input::Wide(x), encoding) => self.integers::<Wide>(isa, x, encoding),
+            (Input::Narrow(x), encoding) => self.integers::<Narrow>(isa, x, encoding),
+        }
+    }
+
     fn x_row(&self, t: usize) -> usize {
         self.x_rows.map_or(t, |rows| rows[t] as usize)
     }
 
-    #[inline(always)]
     fn out_row(&self, t: usize) -> usize {
         self.out_rows.map_or(t, |rows| rows[t] as usize)
     }
 
-    /// Rows `from..to` as pointers, at output `column`.
-    #[inline(always)]
-    fn pointers(&self, x: Mat, rows: Range<usize>, column: usize) -> Pointers {
-        let mut all = Pointers { x: [std::ptr::null(); X_ROWS], out: [std::ptr::null_mut(); X_ROWS] };
-        for (i, t) in rows.enumerate() {
-            all.x[i] = x.row(self.x_row(t));
-            all.out[i] = self.out.at(self.out_row(t), column);
-        }
-        all
-    }
-
-    /// Weights that are floats. Where they serve many rows they are first widened to f32.
-    #[inline(always)]
-    unsafe fn floats<S: Simd, E: Element>(&self, s: S, x: Mat) {
-        let widen = E::BYTES < 4 && self.n > 2;
-        let stride = self.w.row_bytes();
-        let strip = if self.n == 1 { self.outputs.len().max(1) } else { FLOAT_ROWS };
+    /// Calls `job(outputs, x, out)` for tiles of `strip` outputs and at most [`X_ROWS`] rows.
+    fn strips(
+        &self,
+        x: Mat,
+        strip: usize,
+        job: impl Fn(Range<usize>, &[*const f32], &[*mut f32]),
+    ) {
+        let mut from = [std::ptr::null(); X_ROWS];
+        let mut to = [std::ptr::null_mut(); X_ROWS];
         for first_row in (0..self.n).step_by(X_ROWS) {
-            let rows = first_row..(first_row + X_ROWS).min(self.n);
-            let n = rows.len();
+            let n = (self.n - first_row).min(X_ROWS);
             for first in self.outputs.clone().step_by(strip) {
-                let count = strip.min(self.outputs.end - first);
-                let to = self.pointers(x, rows.clone(), first);
-                // SAFETY: the outputs are rows of `w`, checked by the verb.
-                unsafe {
-                    let ptr = self.w.ptr.add(first * stride);
-                    let w = WeightRows { ptr, stride, count, d_in: self.w.d_in };
-                    if widen {
-                        let w = self.widened::<S, E>(s, w);
-                        products::<S, Single>(s, w, &to.x[..n], &to.out[..n]);
-                    } else {
-                        products::<S, E>(s, w, &to.x[..n], &to.out[..n]);
-                    }
+                for i in 0..n {
+                    from[i] = x.row(self.x_row(first_row + i)).cast_const();
+                    to[i] = self.out.at(self.out_row(first_row + i), first);
                 }
+                job(first..(first + strip).min(self.outputs.end), &from[..n], &to[..n]);
             }
         }
     }
 
-    #[inline(always)]
-    unsafe fn widened<S: Simd, E: Element>(&self, s: S, w: WeightRows) -> WeightRows {
-        let d_in = w.d_in;
-        for r in 0..w.count {
-            // SAFETY: `count` rows of `d_in`, in `w` as in scratch.
-            unsafe {
-                let (from, to) = (w.ptr.add(r * w.stride), self.scratch.add(r * d_in));
-                let mut i = 0;
-                while i + LANES <= d_in {
-                    s.store(to.add(i), E::load(s, from.add(i * E::BYTES)));
-                    i += LANES;
-                }
-                let v = E::load_part(s, from.add(i * E::BYTES), d_in - i);
-                s.store_part(to.add(i), d_in - i, v);
-            }
-        }
-        WeightRows { ptr: self.scratch.cast(), stride: 4 * d_in, ..w }
+    fn row(&self, r: usize) -> *const u8 {
+        self.w.ptr.wrapping_add(r * self.w.row_bytes())
     }
 
-    /// Quantised weights beside f32: rows are decoded first.
-    #[inline(always)]
-    unsafe fn decoded<S: Simd>(&self, s: S, x: Mat) {
-        let (d_in, stride) = (self.w.d_in, self.w.row_bytes());
-        for first_row in (0..self.n).step_by(X_ROWS) {
-            let rows = first_row..(first_row + X_ROWS).min(self.n);
-            let n = rows.len();
-            for first in self.outputs.clone().step_by(FLOAT_ROWS) {
-                let count = FLOAT_ROWS.min(self.outputs.end - first);
-                let to = self.pointers(x, rows.clone(), first);
-                // SAFETY: the outputs are rows of `w`, checked by the verb.
-                unsafe {
-                    for r in 0..count {
-                        let row = self.w.ptr.add((first + r) * stride);
-                        decode(s, self.w.encoding, row, d_in, self.scratch.add(r * d_in));
-                    }
-                    let ptr = self.scratch.cast();
-                    let w = WeightRows { ptr, stride: 4 * d_in, count, d_in };
-                    products::<S, Single>(s, w, &to.x[..n], &to.out[..n]);
-                }
-            }
-        }
+    /// Weights that are multiplied as they lie.
+    fn plain<E: Element>(&self, isa: Isa, x: Mat) {
+        let strip = if self.n == 1 { self.outputs.len().max(1) } else { FLOAT_ROWS };
+        let (stride, d_in) = (self.w.row_bytes(), self.w.d_in);
+        self.strips(x, strip, |outputs, x, out| {
+            let w = WeightRows { ptr: self.row(outputs.start), stride, count: outputs.len(), d_in };
+            dispatch(isa, Products::<E> { w, x, out, element: PhantomData });
+        });
     }
 
-    #[inline(always)]
-    unsafe fn integers<S: Simd, A: Activation>(&self, s: S, x: &Quantised, encoding: Encoding) {
-        // SAFETY: as the caller promises.
-        unsafe {
-            match encoding {
-                Encoding::Q8 => self.tiles::<S, Q8, A>(s, x),
-                Encoding::Q4G32 => self.tiles::<S, Q4<1>, A>(s, x),
-                Encoding::Q4G64 => self.tiles::<S, Q4<2>, A>(s, x),
-                other => unreachable!("{other} has no codes"),
+    /// Weights that are first decoded to f32: quantised ones, and floats that serve many rows.
+    fn decoded(&self, isa: Isa, x: Mat) {
+        let (d_in, encoding) = (self.w.d_in, self.w.encoding);
+        self.strips(x, FLOAT_ROWS, |outputs, x, out| {
+            let count = outputs.len();
+            for (r, output) in outputs.enumerate() {
+                let to = self.scratch.wrapping_add(r * d_in);
+                dispatch(isa, Decode { encoding, row: self.row(output), d_in, out: to });
             }
-        }
+            let w = WeightRows { ptr: self.scratch.cast(), stride: 4 * d_in, count, d_in };
+            dispatch(isa, Products::<Single> { w, x, out, element: PhantomData });
+        });
     }
 
+    fn integers<A: Activation>(&self, isa: Isa, x: Quantised, encoding: Encoding) {
+        match encoding {
+            Encoding::Q8 => dispatch(isa, Tiles::<Q8, A>::of(self, x)),
+            Encoding::Q4G32 => dispatch(isa, Tiles::<Q4<1>, A>::of(self, x)),
+            Encoding::Q4G64 => dispatch(isa, Tiles::<Q4<2>, A>::of(self, x)),
+            other => unreachable!("{other} has no codes"),
+        }
+    }
+}
+
+/// Integer products of a [`Linear`].
+struct Tiles<'a, F, A> {
+    linear: &'a Linear<'a>,
+    x: Quantised,
+    kinds: PhantomData<(F, A)>,
+}
+
+impl<'a, F, A> Tiles<'a, F, A> {
+    fn of(linear: &'a Linear<'a>, x: Quantised) -> Self {
+        Self { linear, x, kinds: PhantomData }
+    }
+}
+
+impl<F: Format, A: Activation> Kernel for Tiles<'_, F, A> {
+    const INTEGERS: bool = true;
+
     #[inline(always)]
-    unsafe fn tiles<S: Simd, F: Format, A: Activation>(&self, s: S, x: &Quantised) {
-        let stride = self.w.row_bytes();
-        let last = self.outputs.end.saturating_sub(1);
-        for first_row in (0..self.n).step_by(2 * X_ROWS) {
-            let end = (first_row + 2 * X_ROWS).min(self.n);
-            for first in self.outputs.clone().step_by(TILE) {
+    fn run<S: Simd>(self, s: S) {
+        let linear = self.linear;
+        let stride = linear.w.row_bytes();
+        let last = linear.outputs.end.saturating_sub(1);
+        for first_row in (0..linear.n).step_by(2 * X_ROWS) {
+            let end = (first_row + 2 * X_ROWS).min(linear.n);
+            for first in linear.outputs.clone().step_by(TILE) {
                 // The rows of a short tile repeat the last one; their results are dropped.
-                let mut w = [self.w.ptr; TILE];
-                for (r, w) in w.iter_mut().enumerate() {
-                    *w = self.w.ptr.wrapping_add((first + r).min(last) * stride);
-                }
+                let row = |r: usize| linear.w.ptr.wrapping_add(r * stride);
+                let rows = std::array::from_fn(|r| row((first + r).min(last)));
+                let w = Rows8 { rows, next: row(first + TILE), blocks: self.x.blocks };
                 let mut t = first_row;
                 // SAFETY: rows of `w` and of x, checked by the verb.
                 unsafe {
-                    while t + 4 <= end {
-                        self.one::<S, F, A, 4>(s, &w, x, t, first);
-                        t += 4;
+                    if S::REGISTERS != Registers::None {
+                        while t + 4 <= end {
+                            self.one::<S, 4>(s, &w, t, first);
+                            t += 4;
+                        }
                     }
                     while t < end {
-                        self.one::<S, F, A, 1>(s, &w, x, t, first);
+                        self.one::<S, 1>(s, &w, t, first);
                         t += 1;
                     }
                 }
             }
         }
     }
+}
 
+impl<F: Format, A: Activation> Tiles<'_, F, A> {
     /// Eight outputs from `first` of `N` rows from `t`.
     #[inline(always)]
-    unsafe fn one<S: Simd, F: Format, A: Activation, const N: usize>(
+    unsafe fn one<S: Simd, const N: usize>(
         &self,
         s: S,
-        w: &[*const u8; TILE],
-        x: &Quantised,
+        w: &Rows8,
         t: usize,
         first: usize,
     ) {
-        let rows: [XRow; N] = std::array::from_fn(|j| XRow::of::<F, A>(x, self.x_row(t + j)));
-        let count = TILE.min(self.outputs.end - first);
+        let linear = self.linear;
+        let rows: [XRow; N] =
+            std::array::from_fn(|j| XRow::of::<F, A>(&self.x, linear.x_row(t + j)));
+        let count = TILE.min(linear.outputs.end - first);
         let mut lanes = [0.0f32; TILE];
         // SAFETY: `count` outputs of each row of out.
         unsafe {
-            let sums = tile::<S, F, A, N>(s, w, &rows, x.blocks);
+            let sums = tile::<S, F, A, N>(s, w, &rows);
             for j in 0..N {
-                let out = self.out.at(self.out_row(t + j), first);
-                if count == TILE {
-                    s.h_store(out, sums[j]);
-                } else {
-                    s.h_store(lanes.as_mut_ptr(), sums[j]);
-                    std::ptr::copy_nonoverlapping(lanes.as_ptr(), out, count);
-                }
+                s.h_store(lanes.as_mut_ptr(), sums[j]);
+                let out = linear.out.at(linear.out_row(t + j), first);
+                std::ptr::copy_nonoverlapping(lanes.as_ptr(), out, count);
             }
         }
     }
 }
 
-struct Pointers {
-    x: [*const f32; X_ROWS],
-    out: [*mut f32; X_ROWS],
+/// Decodes a row, the same bits as [`Encoding::decode_row`].
+struct Decode {
+    encoding: Encoding,
+    row: *const u8,
+    d_in: usize,
+    out: *mut f32,
 }
 
-/// Decodes a quantised row, the same bits as [`Encoding::decode_row`].
-#[inline(always)]
-unsafe fn decode<S: Simd>(s: S, encoding: Encoding, row: *const u8, d_in: usize, out: *mut f32) {
-    let group = encoding.group();
-    let groups = d_in / group;
-    let q8 = encoding == Encoding::Q8;
-    let params = if q8 { d_in } else { d_in / 2 };
-    for g in 0..groups {
-        // SAFETY: the row holds codes, then a scale and, in q4, a bias for each group.
+impl Kernel for Decode {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        // SAFETY: whoever made it has a row of `d_in` and room for it.
         unsafe {
-            let scale = s.splat(bf16(row.add(params + 2 * g)));
-            if q8 {
+            match self.encoding {
+                Encoding::F16 => self.floats::<S, Half>(s),
+                Encoding::Bf16 => self.floats::<S, Brain>(s),
+                Encoding::F32 => self.floats::<S, Single>(s),
+                _ => self.codes(s),
+            }
+        }
+    }
+}
+
+impl Decode {
+    #[inline(always)]
+    unsafe fn floats<S: Simd, E: Element>(&self, s: S) {
+        for i in (0..self.d_in).step_by(LANES) {
+            let n = LANES.min(self.d_in - i);
+            // SAFETY: as the caller promises.
+            unsafe {
+                let v = E::load_part(s, self.row.add(i * E::BYTES), n);
+                s.store_part(self.out.add(i), n, v);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn codes<S: Simd>(&self, s: S) {
+        let Self { encoding, row, d_in, out } = *self;
+        let group = encoding.group();
+        let groups = d_in / group;
+        let q8 = encoding == Encoding::Q8;
+        let params = if q8 { d_in } else { d_in / 2 };
+        for g in 0..groups {
+            // SAFETY: the row holds codes, then a scale and, in q4, a bias for each group.
+            unsafe {
+                let scale = s.splat(bf16(row.add(params + 2 * g)));
+                let bias = if q8 { 0.0 } else { bf16(row.add(params + 2 * (groups + g))) };
+                let bias = s.splat(bias);
                 for i in (g * group..(g + 1) * group).step_by(LANES) {
-                    s.store(out.add(i), s.mul(scale, s.load_i8(row.add(i))));
-                }
-            } else {
-                let bias = s.splat(bf16(row.add(params + 2 * (groups + g))));
-                for i in (g * group..(g + 1) * group).step_by(LANES) {
-                    let product = s.mul(scale, s.load_u4(row.add(i / 2)));
-                    s.store(out.add(i), s.add(product, bias));
+                    let v = if q8 {
+                        s.mul(scale, s.load_i8(row.add(i)))
+                    } else {
+                        s.add(s.mul(scale, s.load_u4(row.add(i / 2))), bias)
+                    };
+                    s.store(out.add(i), v);
                 }
             }
         }
@@ -316,4 +319,131 @@ unsafe fn decode<S: Simd>(s: S, encoding: Encoding, row: *const u8, d_in: usize,
 unsafe fn bf16(p: *const u8) -> f32 {
     // SAFETY: as the caller promises.
     f32::from_bits(u32::from(unsafe { p.cast::<u16>().read_unaligned() }) << 16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::canonical::{self, NARROW_MAX, WIDE_MAX};
+    use crate::quantise::{CodeLayout, RoundRows};
+    use crate::scratch::{Scratch, Sizes, thread_floats};
+
+    struct Case {
+        encoding: Encoding,
+        d_out: usize,
+        d_in: usize,
+        n: usize,
+        rows: Vec<u8>,
+        x: Vec<f32>,
+    }
+
+    impl Case {
+        /// Random codes, the extreme ones included.
+        fn new(encoding: Encoding, [d_out, d_in, n]: [usize; 3]) -> Self {
+            let mut seed = (d_in * 31 + d_out) as u32;
+            let mut next = || {
+                seed = seed.wrapping_mul(1664525).wrapping_add(1013904223);
+                seed >> 16
+            };
+            let mut float = move || next() as f32 / 65536.0 - 0.5;
+            let x = (0..n * d_in).map(|i| float() * if i % 37 == 0 { 9.0 } else { 1.0 }).collect();
+            let mut rows = vec![0; d_out * encoding.row_bytes(d_in)];
+            for row in rows.chunks_mut(encoding.row_bytes(d_in)) {
+                let values: Vec<f32> = (0..d_in).map(|_| float()).collect();
+                encoding.encode_row(&values, row);
+                let codes = match encoding {
+                    Encoding::Q8 => d_in,
+                    _ if encoding.is_quantised() => d_in / 2,
+                    _ => 0,
+                };
+                row[..codes].iter_mut().step_by(3).for_each(|byte| *byte = (float() * 256.0) as i8 as u8);
+                row[..codes].iter_mut().take(2).for_each(|byte| *byte = 0x80);
+            }
+            Self { encoding, d_out, d_in, n, rows, x }
+        }
+
+        fn run(&self, isa: Isa, rounding: Option<Rounding>) -> Vec<f32> {
+            let Self { encoding, d_out, d_in, n, .. } = *self;
+            let mut scratch = Scratch::new(1);
+            let thread = thread_floats(d_in, 0, 0, 0);
+            scratch.reserve(Sizes { rows: n, d_in, thread, ..Sizes::default() });
+            let mut out = vec![f32::NAN; n * d_out];
+            let x = Mat { ptr: self.x.as_ptr().cast_mut(), stride: d_in };
+            let input = match rounding {
+                None => Input::Float(x),
+                Some(rounding) => {
+                    let (out, layout) = (scratch.x(d_in), CodeLayout::of(rounding, encoding));
+                    dispatch(isa, RoundRows { x, layout, out }.rows(0..n));
+                    match rounding {
+                        Rounding::Wide => Input::Wide(out),
+                        Rounding::Narrow => Input::Narrow(out),
+                    }
+                }
+            };
+            let w = Matrix { ptr: self.rows.as_ptr(), encoding, d_out, d_in };
+            let to = Mat { ptr: out.as_mut_ptr(), stride: d_out };
+            // In two uneven parts, as two threads would.
+            let scratch = scratch.thread_areas().of(0);
+            for units in [0..w.units() / 3, w.units() / 3..w.units()] {
+                let outputs = w.outputs(units);
+                Linear { n, outputs, scratch, ..Linear::new(w, input, to) }.compute(isa);
+            }
+            out
+        }
+
+        fn wanted(&self, rounding: Option<Rounding>) -> Vec<f32> {
+            let mut out = Vec::new();
+            let mut decoded = vec![0.0; self.d_in];
+            for x in self.x.chunks(self.d_in) {
+                for row in self.rows.chunks(self.encoding.row_bytes(self.d_in)) {
+                    out.push(match rounding {
+                        None => {
+                            self.encoding.decode_row(row, &mut decoded);
+                            canonical::dot(&decoded, x)
+                        }
+                        Some(Rounding::Wide) => {
+                            canonical::dot_quantised(self.encoding, row, x, WIDE_MAX)
+                        }
+                        Some(Rounding::Narrow) => {
+                            canonical::dot_quantised(self.encoding, row, x, NARROW_MAX)
+                        }
+                    });
+                }
+            }
+            out
+        }
+    }
+
+    #[test]
+    fn kernels_compute_the_definition_bit_for_bit() {
+        for encoding in Encoding::ALL {
+            let widths = if encoding.is_quantised() {
+                [1, 2, 3, 9, 17, 20].map(|groups| groups * encoding.group())
+            } else {
+                [1, 16, 31, 33, 64, 147]
+            };
+            for d_in in widths {
+                for (d_out, n) in [(1, 1), (23, 1), (24, 2), (17, 3), (9, 7), (13, 70)] {
+                    let case = Case::new(encoding, [d_out, d_in, n]);
+                    let roundings: &[Option<Rounding>] = if encoding.is_quantised() {
+                        &[None, Some(Rounding::Wide), Some(Rounding::Narrow)]
+                    } else {
+                        &[None]
+                    };
+                    for &rounding in roundings {
+                        let wanted = case.wanted(rounding);
+                        for isa in Isa::available() {
+                            let found = case.run(isa, rounding);
+                            let bits = |all: &[f32]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                            assert_eq!(
+                                bits(&found),
+                                bits(&wanted),
+                                "{isa} {encoding} [{n}, {d_in}] -> {d_out}, {rounding:?}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
 }

@@ -57,3 +57,88 @@ pub(crate) fn softplus(x: f32) -> f32 {
 pub(crate) fn exp_in_lane<S: Simd>(s: S, x: f32) -> f32 {
     s.fold_max(exp(s, s.splat(x)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::Isa;
+    use crate::simd::{Kernel, dispatch};
+
+    struct ExpOf<'a> {
+        x: &'a [f32],
+        out: &'a mut [f32],
+    }
+
+    impl Kernel for ExpOf<'_> {
+        #[inline(always)]
+        #[expect(unsafe_code, reason = "vectors are read through pointers")]
+        fn run<S: Simd>(self, s: S) {
+            for (x, out) in self.x.chunks_exact(16).zip(self.out.chunks_exact_mut(16)) {
+                // SAFETY: chunks of sixteen.
+                unsafe { s.store(out.as_mut_ptr(), exp(s, s.load(x.as_ptr()))) };
+            }
+        }
+    }
+
+    fn exp_of(isa: Isa, x: &[f32]) -> Vec<f32> {
+        let mut out = vec![0.0; x.len()];
+        dispatch(isa, ExpOf { x, out: &mut out });
+        out
+    }
+
+    /// Every number of the range, but in steps of some bits.
+    fn sweep() -> Vec<f32> {
+        let magnitudes = (0..0x42d2_0000u32).step_by(499).map(f32::from_bits);
+        let mut all: Vec<f32> = magnitudes.flat_map(|x| [x, -x]).collect();
+        all.resize(all.len().next_multiple_of(16), 0.0);
+        all
+    }
+
+    #[test]
+    fn exp_is_accurate() {
+        let x = sweep();
+        let mut worst = 0.0f64;
+        for (x, y) in x.iter().zip(exp_of(Isa::Scalar, &x)) {
+            let wanted = libm::exp(f64::from(*x));
+            if wanted > f64::from(f32::MAX) {
+                assert!(y == f32::INFINITY || y >= 3.4e38, "exp({x}) = {y}");
+                continue;
+            }
+            // One unit in the last place, at least that of the subnormals.
+            let ulp = f64::from(f32::EPSILON) * 2f64.powi(libm::ilogb(wanted).max(-126));
+            let error = (f64::from(y) - wanted).abs() / ulp;
+            assert!(error < 1.5, "exp({x}) = {y}, wanted {wanted}");
+            worst = worst.max(error);
+        }
+        println!("exp: at most {worst:.3} units in the last place");
+    }
+
+    #[test]
+    fn exp_is_the_same_everywhere() {
+        let x = sweep();
+        let wanted = exp_of(Isa::Scalar, &x);
+        for isa in Isa::available() {
+            let found = exp_of(isa, &x);
+            assert!(wanted.iter().zip(&found).all(|(a, b)| a.to_bits() == b.to_bits()), "{isa}");
+        }
+    }
+
+    #[test]
+    fn limits_are_kept() {
+        const INF: f32 = f32::INFINITY;
+        assert_eq!([exp_one(INF), exp_one(89.0), exp_one(-INF), exp_one(-110.0)], [INF, INF, 0.0, 0.0]);
+        assert_eq!([exp_one(0.0), exp_one(-0.0)], [1.0, 1.0]);
+        assert!(exp_one(f32::NAN).is_nan() && sigmoid_one(f32::NAN).is_nan());
+        assert_eq!([sigmoid_one(INF), sigmoid_one(-INF), sigmoid_one(0.0)], [1.0, 0.0, 0.5]);
+        assert_eq!([softplus(INF), softplus(-INF), softplus(100.0)], [INF, 0.0, 100.0]);
+        assert!(softplus(f32::NAN).is_nan());
+        assert_eq!(softplus(0.0), std::f32::consts::LN_2);
+        for isa in Isa::available() {
+            let mut x = [f32::NAN; 16];
+            x[..4].copy_from_slice(&[INF, -INF, 200.0, -200.0]);
+            let y = exp_of(isa, &x);
+            assert_eq!(y[..4], [INF, 0.0, INF, 0.0], "{isa}");
+            assert!(y[4..].iter().all(|y| y.is_nan()), "{isa}");
+        }
+    }
+}

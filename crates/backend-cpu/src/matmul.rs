@@ -3,7 +3,7 @@
 use crate::backend::{Run, Tools};
 use crate::buf::{CpuBuf, CpuWeight};
 use crate::linear::{Input, Linear};
-use crate::quantise::{Quantised, RoundFloats, RoundRows, Rounding};
+use crate::quantise::{CodeLayout, Quantised, RoundFloats, RoundRows, Rounding};
 use crate::scratch::{Sizes, thread_floats};
 use crate::view::Mat;
 use snowmelt_backend::View;
@@ -25,15 +25,10 @@ pub(crate) fn linear(
     let places = Places { codes: run.scratch.x(d_in), floats: run.scratch.x_floats(d_in) };
     let x = round(run.tools, x, [n, d_in], w.encoding, places);
     let areas = run.scratch.thread_areas();
-    run.tools.kernels(w.units(), n * d_out * d_in, |thread, share| Linear {
-        w,
-        x,
-        out,
-        n,
-        x_rows: None,
-        out_rows: None,
-        outputs: w.outputs(share),
-        scratch: areas.of(thread),
+    let isa = run.tools.isa;
+    run.tools.split(w.units(), n * d_out * d_in, |thread, share| {
+        let (outputs, scratch) = (w.outputs(share), areas.of(thread));
+        Linear { n, outputs, scratch, ..Linear::new(w, x, out) }.compute(isa);
     });
 }
 
@@ -60,8 +55,8 @@ pub(crate) fn round(
         tools.kernels(n, n * width, |_, rows| RoundFloats { x, out, width, rounding, rows });
         return Input::Float(out);
     }
-    let out = places.codes;
-    tools.kernels(n, n * width, |_, rows| RoundRows { x, rounding, out }.rows(rows));
+    let (out, layout) = (places.codes, CodeLayout::of(rounding, encoding));
+    tools.kernels(n, n * width, |_, rows| RoundRows { x, layout, out }.rows(rows));
     match rounding {
         Rounding::Wide => Input::Wide(out),
         Rounding::Narrow => Input::Narrow(out),

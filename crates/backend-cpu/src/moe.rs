@@ -83,23 +83,29 @@ pub(crate) fn moe_ffn(run: &mut Run<'_>, ffn: &Ffn<'_>, experts: &Experts<'_>) {
         return;
     }
     let tools = run.tools;
-    let places = Places { codes: run.scratch.x(d_model), floats: run.scratch.x_floats(d_model) };
-    let [gate, up, down] = ffn.layout.pieces();
-    // Each row is rounded once for all its experts; the two results coincide as a rule.
-    let gate_x = round(tools, x, [n, d_model], gate.encoding, places);
-    let same = gate.encoding.is_quantised() == up.encoding.is_quantised();
-    let up_x = if same { gate_x } else { round(tools, x, [n, d_model], up.encoding, places) };
-    let [gate_out, up_out] = run.scratch.gate_up(d_expert);
-    let places = Places { codes: run.scratch.inner(d_expert), floats: gate_out };
+    let x_places = Places { codes: run.scratch.x(d_model), floats: run.scratch.x_floats(d_model) };
+    let inner = run.scratch.gate_up(d_expert);
+    let places = Places { codes: run.scratch.inner(d_expert), floats: inner[0] };
     let areas = run.scratch.thread_areas();
     let lists = run.scratch.lists();
+    let [gate, up, down] = ffn.layout.pieces();
+    let rounded = |piece: &MatrixLayout| round(tools, x, [n, d_model], piece.encoding, x_places);
+    // Each row is rounded once for all its experts.
+    let mut input = rounded(gate);
     for first in (0..pairs).step_by(PAIRS) {
         let window = first..(first + PAIRS).min(pairs);
         let len = window.len();
         let wave = Wave { tools, ffn, present: &present, lists: &lists, window, areas };
-        wave.gate_up([gate_x, up_x], [gate_out, up_out]);
-        let inner = round(tools, gate_out, [len, d_expert], down.encoding, places);
-        wave.down(inner, out);
+        if gate.encoding == up.encoding {
+            wave.inner(input, inner, &[0, 1]);
+        } else {
+            // What suits one need not suit the other.
+            input = rounded(gate);
+            wave.inner(input, inner, &[0]);
+            wave.inner(rounded(up), inner, &[1]);
+        }
+        let input = round(tools, inner[0], [len, d_expert], down.encoding, places);
+        wave.down(input, out);
     }
 }
 
@@ -170,30 +176,27 @@ struct Piece {
 }
 
 impl Wave<'_> {
-    /// Gate, up and their product, into the rows of `out[0]`.
-    fn gate_up(&self, x: [Input; 2], out: [Mat; 2]) {
+    /// The pieces `which` of gate (0) and up (1), into the rows of `out`; after up, their product
+    /// into the rows of the first.
+    fn inner(&self, x: Input, out: [Mat; 2], which: &[usize]) {
         let layout = self.ffn.layout;
         let unit = common_unit([&layout.gate, &layout.up]);
         self.tools.all(|thread| {
             self.share(thread, layout.gate.d_out, unit, |piece| {
                 let from = piece.pairs.start - self.window.start;
-                let [gate_out, up_out] = out.map(|out| Mat { ptr: out.row(from), ..out });
-                let x_rows = &self.lists.pair_rows[piece.pairs.clone()];
-                for (w, x, out) in
-                    [(piece.matrices[0], x[0], gate_out), (piece.matrices[1], x[1], up_out)]
-                {
-                    let x_rows = Some(x_rows);
-                    self.linear(thread, &piece, Linear { x_rows, ..Linear::new(w, x, out) });
+                let out = out.map(|out| Mat { ptr: out.row(from), ..out });
+                let x_rows = Some(&self.lists.pair_rows[piece.pairs.clone()]);
+                for &i in which {
+                    let linear = Linear::new(piece.matrices[i], x, out[i]);
+                    self.linear(thread, &piece, Linear { x_rows, ..linear });
                 }
-                let swiglu = Zip::<Swiglu> {
-                    a: gate_out,
-                    b: up_out,
-                    out: gate_out,
-                    rows: 0..piece.pairs.len(),
-                    columns: piece.outputs,
-                    op: PhantomData,
-                };
-                dispatch(self.tools.isa, swiglu);
+                if which.contains(&1) {
+                    let (rows, columns) = (0..piece.pairs.len(), piece.outputs);
+                    let [a, b] = out;
+                    let op = PhantomData;
+                    let swiglu = Zip::<Swiglu> { a, b, out: a, rows, columns, op };
+                    dispatch(self.tools.isa, swiglu);
+                }
             });
         });
     }
@@ -214,7 +217,7 @@ impl Wave<'_> {
     fn linear(&self, thread: usize, piece: &Piece, linear: Linear<'_>) {
         let (n, outputs) = (piece.pairs.len(), piece.outputs.clone());
         let scratch = self.areas.of(thread);
-        dispatch(self.tools.isa, Linear { n, outputs, scratch, ..linear });
+        Linear { n, outputs, scratch, ..linear }.compute(self.tools.isa);
     }
 
     /// Calls `job` for what falls to a thread: outputs of experts in units of `unit`, so divided

@@ -4,20 +4,21 @@
 use crate::canonical::{BLOCK, NARROW_MAX, TINY, WIDE_MAX};
 use crate::simd::{Kernel, LANES, Simd};
 use crate::view::Mat;
+use snowmelt_weights::Encoding;
 use std::ops::Range;
 
 /// Rows of rounded activations, by pointer. Strides follow from `blocks`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Quantised {
-    /// `[n, blocks, 32]`: i16 with even elements before odd ones, or i8 in order.
+    /// `[n, pairs]` of two blocks, in a [`CodeLayout`].
     pub(crate) codes: *mut u8,
-    /// `[n, blocks]`
+    /// `[n, pairs, 2]`
     pub(crate) scales: *mut f32,
-    /// `[n, blocks]`: scale times the sum of codes.
+    /// `[n, pairs, 2]`: scale times the sum of codes.
     pub(crate) sums: *mut f32,
-    /// `[n, blocks / 2]`: the same for two blocks, added.
+    /// `[n, pairs]`: the same for two blocks, added.
     pub(crate) pair_sums: *mut f32,
-    /// Blocks of a row.
+    /// Blocks of a row; where they are odd, one more of zeros completes the last pair.
     pub(crate) blocks: usize,
 }
 
@@ -27,15 +28,93 @@ unsafe impl Send for Quantised {}
 unsafe impl Sync for Quantised {}
 
 impl Quantised {
+    /// Pairs of blocks of a row.
+    #[inline(always)]
+    pub(crate) fn pairs(&self) -> usize {
+        self.blocks.div_ceil(2)
+    }
+
     /// The rows from `first` on.
     pub(crate) fn skip(self, first: usize, rounding: Rounding) -> Self {
-        let blocks = first * self.blocks;
+        let pairs = first * self.pairs();
         Self {
-            codes: self.codes.wrapping_add(blocks * BLOCK * rounding.bytes()),
-            scales: self.scales.wrapping_add(blocks),
-            sums: self.sums.wrapping_add(blocks),
-            pair_sums: self.pair_sums.wrapping_add(first * (self.blocks / 2)),
+            codes: self.codes.wrapping_add(pairs * rounding.pair_bytes()),
+            scales: self.scales.wrapping_add(2 * pairs),
+            sums: self.sums.wrapping_add(2 * pairs),
+            pair_sums: self.pair_sums.wrapping_add(pairs),
             blocks: self.blocks,
+        }
+    }
+}
+
+/// How the codes of two blocks lie: as the products with nibbles or bytes want them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CodeLayout {
+    /// i8 planes: upper bytes of even elements, of odd ones, then lower bytes of either; a code is
+    /// 256 times the upper one plus the lower one, which is signed.
+    WideQ4,
+    /// i16, for each block: even elements, then odd ones.
+    WideQ8,
+    /// i8: even elements of both blocks, then odd ones.
+    NarrowQ4,
+    /// i8, in order.
+    NarrowQ8,
+}
+
+impl CodeLayout {
+    /// The layout beside weights of `encoding`.
+    pub(crate) fn of(rounding: Rounding, encoding: Encoding) -> Self {
+        match (rounding, encoding == Encoding::Q8) {
+            (Rounding::Wide, false) => Self::WideQ4,
+            (Rounding::Wide, true) => Self::WideQ8,
+            (Rounding::Narrow, false) => Self::NarrowQ4,
+            (Rounding::Narrow, true) => Self::NarrowQ8,
+        }
+    }
+
+    const fn rounding(self) -> Rounding {
+        match self {
+            Self::WideQ4 | Self::WideQ8 => Rounding::Wide,
+            Self::NarrowQ4 | Self::NarrowQ8 => Rounding::Narrow,
+        }
+    }
+
+    /// Stores the codes of two blocks.
+    #[inline(always)]
+    unsafe fn store(self, codes: &[[i32; BLOCK]; 2], to: *mut u8) {
+        // Element `i` of a plane of even or odd ones.
+        let plane = |i: usize, odd: usize| codes[i / 16][i % 16 * 2 + odd];
+        // SAFETY: the caller has room for a pair in this layout, and aligned it to 64 bytes.
+        unsafe {
+            match self {
+                Self::WideQ4 => {
+                    let lower = |i, odd| plane(i, odd) as i8;
+                    let upper = |i, odd| ((plane(i, odd) - i32::from(lower(i, odd))) >> 8) as i8;
+                    let bytes: [[i8; 32]; 4] = [
+                        std::array::from_fn(|i| upper(i, 0)),
+                        std::array::from_fn(|i| upper(i, 1)),
+                        std::array::from_fn(|i| lower(i, 0)),
+                        std::array::from_fn(|i| lower(i, 1)),
+                    ];
+                    to.cast::<[[i8; 32]; 4]>().write(bytes);
+                }
+                Self::WideQ8 => {
+                    let words: [[i16; 32]; 2] = std::array::from_fn(|b| {
+                        std::array::from_fn(|i| codes[b][i % 16 * 2 + i / 16] as i16)
+                    });
+                    to.cast::<[[i16; 32]; 2]>().write_unaligned(words);
+                }
+                Self::NarrowQ4 => {
+                    let bytes: [[i8; 32]; 2] = [
+                        std::array::from_fn(|i| plane(i, 0) as i8),
+                        std::array::from_fn(|i| plane(i, 1) as i8),
+                    ];
+                    to.cast::<[[i8; 32]; 2]>().write(bytes);
+                }
+                Self::NarrowQ8 => {
+                    to.cast::<[[i8; 32]; 2]>().write(codes.map(|codes| codes.map(|q| q as i8)));
+                }
+            }
         }
     }
 }
@@ -50,10 +129,11 @@ pub(crate) enum Rounding {
 }
 
 impl Rounding {
-    const fn bytes(self) -> usize {
+    /// Bytes of the codes of two blocks.
+    pub(crate) const fn pair_bytes(self) -> usize {
         match self {
-            Self::Wide => 2,
-            Self::Narrow => 1,
+            Self::Wide => 4 * BLOCK,
+            Self::Narrow => 2 * BLOCK,
         }
     }
 
@@ -95,7 +175,7 @@ fn round_block<S: Simd>(s: S, v: [S::V; 2], max: f32, codes: &mut [i32; BLOCK]) 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RoundRows {
     pub(crate) x: Mat,
-    pub(crate) rounding: Rounding,
+    pub(crate) layout: CodeLayout,
     pub(crate) out: Quantised,
 }
 
@@ -114,41 +194,32 @@ struct RoundRange {
 impl Kernel for RoundRange {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let RoundRows { x, rounding, out } = self.job;
+        let RoundRows { x, layout, out } = self.job;
         for t in self.rows {
             // SAFETY: the verb has checked that `x` has these rows and reserved `out` for them.
-            unsafe { round_row(s, x.row(t), rounding, out, t) };
+            unsafe { round_row(s, x.row(t), layout, out, t) };
         }
     }
 }
 
 #[inline(always)]
-unsafe fn round_row<S: Simd>(s: S, x: *const f32, rounding: Rounding, out: Quantised, t: usize) {
-    let blocks = out.blocks;
-    let mut codes = [0i32; BLOCK];
-    let mut before = 0.0;
-    for b in 0..blocks {
-        // SAFETY: the row has `blocks` blocks, in `x` as in `out`.
+unsafe fn round_row<S: Simd>(s: S, x: *const f32, layout: CodeLayout, out: Quantised, t: usize) {
+    let rounding = layout.rounding();
+    for pair in 0..out.pairs() {
+        let (mut codes, mut scales, mut sums) = ([[0i32; BLOCK]; 2], [0.0f32; 2], [0.0f32; 2]);
+        let at = t * out.pairs() + pair;
+        // SAFETY: the row has `blocks` blocks in `x`, and room for all pairs in `out`.
         unsafe {
-            let at = x.add(b * BLOCK);
-            let scale = round_block(s, [s.load(at), s.load(at.add(LANES))], rounding.max(), &mut codes);
-            let first = (t * blocks + b) * BLOCK;
-            match rounding {
-                Rounding::Wide => {
-                    let planes = std::array::from_fn(|i| codes[i % 16 * 2 + i / 16] as i16);
-                    out.codes.add(2 * first).cast::<[i16; BLOCK]>().write(planes);
-                }
-                Rounding::Narrow => {
-                    out.codes.add(first).cast::<[i8; BLOCK]>().write(codes.map(|q| q as i8));
-                }
+            for b in 0..2.min(out.blocks - 2 * pair) {
+                let x = x.add((2 * pair + b) * BLOCK);
+                let v = [s.load(x), s.load(x.add(LANES))];
+                scales[b] = round_block(s, v, rounding.max(), &mut codes[b]);
+                sums[b] = scales[b] * codes[b].iter().sum::<i32>() as f32;
             }
-            let sum = scale * codes.iter().sum::<i32>() as f32;
-            out.scales.add(t * blocks + b).write(scale);
-            out.sums.add(t * blocks + b).write(sum);
-            if b % 2 == 1 {
-                out.pair_sums.add(t * (blocks / 2) + b / 2).write(before + sum);
-            }
-            before = sum;
+            layout.store(&codes, out.codes.add(at * rounding.pair_bytes()));
+            out.scales.add(2 * at).cast::<[f32; 2]>().write(scales);
+            out.sums.add(2 * at).cast::<[f32; 2]>().write(sums);
+            out.pair_sums.add(at).write(sums[0] + sums[1]);
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::attention::HEADS;
 use crate::canonical::BLOCK;
 use crate::linear::FLOAT_ROWS;
 use crate::memory::Memory;
-use crate::quantise::Quantised;
+use crate::quantise::{Quantised, Rounding};
 use crate::view::Mat;
 use snowmelt_backend::Limits;
 use std::ops::Range;
@@ -85,9 +85,8 @@ impl Plan {
         };
         let pairs = sizes.choices.min(PAIRS);
         let mut rounded = |rows: usize, width: usize| {
-            let blocks = width.div_ceil(BLOCK);
-            [rows * blocks * 2 * BLOCK, rows * blocks * 4, rows * blocks * 4, rows * blocks * 2]
-                .map(&mut take)
+            let pairs = rows * width.div_ceil(2 * BLOCK);
+            [pairs * Rounding::Wide.pair_bytes(), pairs * 8, pairs * 8, pairs * 4].map(&mut take)
         };
         let x = rounded(sizes.rows, sizes.d_in);
         let inner = rounded(pairs, sizes.d_expert);
@@ -148,6 +147,7 @@ impl Scratch {
     }
 
     /// Bytes taken.
+    #[cfg(test)]
     pub(crate) fn taken(&self) -> usize {
         self.memory.bytes()
     }

@@ -43,6 +43,7 @@ impl Backend for CpuBackend {
 
     fn prepare(&self, limits: &Limits) {
         self.core.enter().reserve(Sizes::of(limits));
+        self.core.spare_pins().reserve(limits.n_experts);
     }
 
     fn alloc(&self, len: usize, ty: BufType) -> CpuBuf {
@@ -347,7 +348,7 @@ impl Backend for CpuBackend {
 
     fn moe_ffn(
         &self,
-        _: &mut CpuPass,
+        p: &mut CpuPass,
         args: &MoeFfn<'_, Self>,
         mut experts: Experts<'_>,
         out: &CpuBuf,
@@ -356,7 +357,7 @@ impl Backend for CpuBackend {
         let ffn = Ffn { x, routed, layout, slab, out };
         moe_ffn(&mut self.core.enter(), &ffn, &experts);
         if let Experts::Ready(ready) = &mut experts {
-            CpuPass::drop_pins(ready);
+            p.keep(ready);
         }
     }
 
@@ -470,6 +471,7 @@ fn attention(run: &mut Run<'_>, args: &Attention<'_, CpuBuf>, rows: &Rows, out: 
     let areas = run.scratch.thread_areas();
     let keys: usize = rows.rows().iter().map(|row| row.position as usize + 1).sum();
     let make = |thread, items| Attend {
+        isa: run.tools.isa,
         q,
         out,
         k,
@@ -551,4 +553,40 @@ fn route(
         scratch: areas.of(thread),
     });
     routed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::CpuOptions;
+
+    #[test]
+    fn prepare_takes_what_it_says() {
+        let options = CpuOptions { threads: 3, ..CpuOptions::default() };
+        let b = CpuBackend::new(options).expect("the best there is");
+        let limits = Limits {
+            rows: 70,
+            d_in: 1000,
+            top_k: 4,
+            d_expert: 96,
+            d_model: 512,
+            n_experts: 60,
+            context_tokens: 4096,
+            n_heads: 8,
+            d_head: 64,
+        };
+        b.prepare(&limits);
+        assert_eq!(b.core.enter().scratch.taken(), b.scratch_bytes(&limits));
+        b.prepare(&Limits { rows: 1, ..limits });
+        assert_eq!(b.core.enter().scratch.taken(), b.scratch_bytes(&limits));
+    }
+
+    #[test]
+    #[should_panic(expected = "another backend")]
+    fn buffers_of_another_backend_are_refused() {
+        let open = || CpuBackend::new(CpuOptions::default()).expect("the best there is");
+        let (a, b) = (open(), open());
+        let buf = a.alloc(3, BufType::F32);
+        b.clear(&mut b.begin(), &buf, 0..3);
+    }
 }

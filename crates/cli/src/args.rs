@@ -18,9 +18,9 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
     styles = Styles::plain(),
     subcommand_required = true,
     arg_required_else_help = true,
-    after_help = "MODEL is a folder (as Hugging Face publishes models, or packed by `snowmelt \
-                  pack`) or\n`tiny`, a small model inside this program. Try: snowmelt run tiny \
-                  \"Hello!\""
+    after_help = "MODEL is a folder (a model as Hugging Face publishes it, or a container made by \
+                  `snowmelt pack`), or `tiny`, a small model inside this program.\n\nTry: \
+                  snowmelt run tiny \"Tell me a story about a brave duck.\""
 )]
 pub(crate) struct Cli {
     #[command(flatten)]

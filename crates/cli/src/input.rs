@@ -9,8 +9,8 @@ use std::path::Path;
 pub(crate) fn ids(path: &Path) -> Result<Vec<u32>> {
     let name = path.display();
     let bytes = bytes(path)?;
-    let value: Value = serde_json::from_slice(&bytes)
-        .with_context(|| format!("`{name}` is not JSON\n{HINT}"))?;
+    let value: Value =
+        serde_json::from_slice(&bytes).with_context(|| format!("`{name}` is not JSON\n{HINT}"))?;
     let Value::Array(list) = value else {
         bail!("`{name}` holds no array\n{HINT}");
     };

@@ -121,7 +121,8 @@ impl Ui {
             Unit::Things(name) => format!("{{pos}} of {{len}} {name}"),
         };
         let template = format!("{{prefix}} [{{bar:30}}] {counts}, {{eta}} left");
-        let style = ProgressStyle::with_template(&template).map(|style| style.progress_chars("=> "));
+        let style =
+            ProgressStyle::with_template(&template).map(|style| style.progress_chars("=> "));
         let bar = ProgressBar::new(total).with_prefix(what);
         match style {
             Ok(style) => bar.with_style(style),

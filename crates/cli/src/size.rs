@@ -26,7 +26,8 @@ impl fmt::Display for BadSize {
 
 impl std::error::Error for BadSize {}
 
-const EXPECTED: BadSize = BadSize("expected a size such as `64GiB`, `300MiB`, `8GB`, `80%`, `auto`");
+const EXPECTED: BadSize =
+    BadSize("expected a size such as `64GiB`, `300MiB`, `8GB`, `80%`, `auto`");
 const TOO_LARGE: BadSize = BadSize("no machine has that much memory");
 
 /// Bytes of a unit; the bare letters are powers of 1024, as system tools read them.
@@ -141,8 +142,23 @@ mod tests {
     #[test]
     fn what_is_no_size_is_refused() {
         let bad = [
-            "", " ", "GiB", "-1", "1e9", "1..5GiB", "5 apples", "0%", "101%", "nan", "inf", ".",
-            "99999999999999999999", "99999999TiB", "99999999.5TiB", "１GiB", "1 GiB extra",
+            "",
+            " ",
+            "GiB",
+            "-1",
+            "1e9",
+            "1..5GiB",
+            "5 apples",
+            "0%",
+            "101%",
+            "nan",
+            "inf",
+            ".",
+            "99999999999999999999",
+            "99999999TiB",
+            "99999999.5TiB",
+            "１GiB",
+            "1 GiB extra",
         ];
         for text in bad {
             assert!(text.parse::<Memory>().is_err(), "{text}");

@@ -16,7 +16,7 @@ pub(crate) const NAME: &str = "tiny";
 /// Characters of the digest in the folder's name.
 const DIGEST_CHARS: usize = 12;
 /// After this time a folder that was never finished belongs to nobody.
-const ABANDONED: Duration = Duration::from_hours(1);
+const ABANDONED: Duration = Duration::from_secs(3600);
 
 /// Whether this binary was built with it.
 pub(crate) fn is_built_in() -> bool {

@@ -60,11 +60,17 @@ pub(crate) fn map_file(file: &File) -> io::Result<memmap2::Mmap> {
 }
 
 /// Lets go of the pages of a mapped range, which would keep them in the page cache.
-#[cfg(unix)]
 pub(crate) fn unmap_pages(map: &memmap2::Mmap, start: usize, len: usize) {
+    #[cfg(unix)]
     // SAFETY: the mapping is of a file and read only, so that its pages come back from the file
-    // with the same bytes when they are looked at again. It is advice: a refusal changes nothing.
-    let _ = unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, len) };
+    // with the same bytes when they are looked at again.
+    let refused = unsafe {
+        map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, len).is_err()
+    };
+    #[cfg(not(unix))]
+    let refused = (map, start, len);
+    // It is advice: refused, it changes nothing but the memory that the system counts.
+    let _ = refused;
 }
 
 /// Tells the kernel that reads of this file are not sequential, so that it does not read ahead

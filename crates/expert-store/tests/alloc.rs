@@ -7,7 +7,6 @@ use snowmelt_expert_store::{
     PreadSource, RecordTable, Scope, SourceOptions, Store, StoreOptions, StrategyKind,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -89,6 +88,7 @@ fn steady_state_allocates_nothing() {
     let specs = [FileSpec { path: file.path().to_owned(), len: bytes.len() as u64 }];
     let options = SourceOptions { bounce_bytes: 8192, split_bytes: 8192, ..Default::default() };
     for strategy in [StrategyKind::default(), StrategyKind::Lru, StrategyKind::Mru] {
+        #[cfg_attr(not(target_os = "linux"), expect(unused_mut))]
         let mut sources: Vec<Box<dyn BlockSource + Send>> = vec![
             Box::new(MemorySource::new([Arc::<[u8]>::from(&bytes[..])])),
             Box::new(PreadSource::open(&specs, &options).unwrap()),
@@ -98,7 +98,7 @@ fn steady_state_allocates_nothing() {
             Ok(source) => sources.push(Box::new(source)),
             Err(error) => {
                 let line = format!("SKIPPED part of a test: {error}\n");
-                std::io::stderr().write_all(line.as_bytes()).unwrap();
+                std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes()).unwrap();
             }
         }
         for source in sources {

@@ -6,7 +6,7 @@
 //! for each; occurrences to be read as tokens are replaced by their stand-in, and the whole text
 //! is encoded at once, which keeps every other rule (prefix space, stripping) as it is.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use tokenizers::{AddedToken, AddedVocabulary};
@@ -43,7 +43,9 @@ pub(crate) struct AddedTokens {
     tokens: Vec<Added>,
     plain: Vec<Added>,
     by_text: HashMap<String, usize>,
-    by_id: HashMap<u32, usize>,
+    special_ids: HashSet<u32>,
+    /// The token that the model puts where it has none.
+    unknown: Option<u32>,
     /// Lengths in bytes of the tokens that begin with a byte, longest first.
     lengths: HashMap<u8, Vec<usize>>,
     length_max: usize,
@@ -55,7 +57,7 @@ pub(crate) struct AddedTokens {
 type Parts = HashMap<String, bool>;
 
 impl AddedTokens {
-    pub(crate) fn new(vocabulary: &AddedVocabulary) -> Self {
+    pub(crate) fn new(vocabulary: &AddedVocabulary, unknown: Option<u32>) -> Self {
         let mut all: Vec<Added> = vocabulary
             .get_added_tokens_decoder()
             .iter()
@@ -94,10 +96,6 @@ impl AddedTokens {
         }
     }
 
-    pub(crate) fn get(&self, index: usize) -> &Added {
-        &self.tokens[index]
-    }
-
     pub(crate) fn len(&self) -> usize {
         self.tokens.len()
     }
@@ -106,10 +104,13 @@ impl AddedTokens {
         self.tokens[index].token.special
     }
 
-    /// The token with this id, when it is special.
-    pub(crate) fn special_by_id(&self, id: u32) -> Option<&Added> {
-        let added = self.tokens.get(*self.by_id.get(&id)?)?;
-        added.token.special.then_some(added)
+    pub(crate) fn is_special_id(&self, id: u32) -> bool {
+        self.special_ids.contains(&id)
+    }
+
+    /// Whether the id is special and no mere stand-in for text the vocabulary lacks.
+    pub(crate) fn is_control(&self, id: u32) -> bool {
+        self.is_special_id(id) && self.unknown != Some(id)
     }
 
     /// The leftmost, then longest, occurrence from `from` on that `accept` takes.
@@ -137,6 +138,17 @@ impl AddedTokens {
             }
         }
         None
+    }
+
+    /// How many special tokens the text spells.
+    pub(crate) fn count_special(&self, text: &str) -> usize {
+        let mut count = 0;
+        let mut from = 0;
+        while let Some(found) = self.find(text, from, |_| true) {
+            count += usize::from(self.is_special(found.index));
+            from = found.range.end;
+        }
+        count
     }
 
     /// Whether the library would match here: single-word tokens need a boundary on both sides.
@@ -179,12 +191,6 @@ pub(crate) struct LiteralEngine {
     lead: char,
     /// What each id from [`STAND_IN_BASE`] on means; `None` is the separator, which vanishes.
     meaning: Vec<Option<u32>>,
-}
-
-/// The text with stand-ins, and the special ids that must not come out of its plain parts.
-struct Prepared {
-    text: String,
-    refused: Vec<u32>,
 }
 
 impl LiteralEngine {
@@ -243,14 +249,19 @@ impl LiteralEngine {
         // arrive at one; only then is the text cut inside the token.
         for cut in [false, true] {
             let prepared = self.prepare(added, text, trusted, cut);
-            let encoding =
-                guarded(|| self.engine.encode_fast(prepared.text.as_str(), add_special_tokens))?;
-            let ids = encoding.get_ids();
-            if !ids.iter().any(|id| prepared.refused.contains(id)) {
-                return Ok(ids.iter().filter_map(|&id| self.resolve(id)).collect());
+            let ids = self.encode_prepared(&prepared, false)?;
+            if ids.iter().any(|&id| added.is_control(id)) {
+                continue;
             }
+            let ids = if add_special_tokens { self.encode_prepared(&prepared, true)? } else { ids };
+            return Ok(ids.into_iter().filter_map(|id| self.resolve(id)).collect());
         }
         Err("plain text turns into a special token whatever is done".to_owned())
+    }
+
+    fn encode_prepared(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, String> {
+        guarded(|| self.engine.encode_fast(text, add_special_tokens))
+            .map(|encoding| encoding.get_ids().to_vec())
     }
 
     fn resolve(&self, id: u32) -> Option<u32> {
@@ -266,9 +277,8 @@ impl LiteralEngine {
         text: &str,
         trusted: &dyn Fn(&Found) -> bool,
         cut: bool,
-    ) -> Prepared {
+    ) -> String {
         let mut out = String::with_capacity(text.len());
-        let mut refused = Vec::new();
         let mut done = 0;
         while let Some(found) = added.find(text, done, |_| true) {
             let start = found.range.start;
@@ -279,9 +289,6 @@ impl LiteralEngine {
                 done = found.range.end;
                 continue;
             }
-            if added.is_special(found.index) {
-                refused.push(added.get(found.index).id);
-            }
             let first = text[start..].chars().next().map_or(1, char::len_utf8);
             done = start + first;
             out.push_str(&text[start..done]);
@@ -290,7 +297,7 @@ impl LiteralEngine {
             }
         }
         out.push_str(&text[done..]);
-        Prepared { text: out, refused }
+        out
     }
 }
 

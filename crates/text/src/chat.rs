@@ -75,13 +75,7 @@ impl Tokenizer {
         let (messages, options) = marker.mark_all(messages, options);
         let marked = template.render_json(Json::Array(messages), &options)?;
         let (text, guard) = marker.unmark(&marked);
-        let is_trusted = |found: &Found| guard.trusts(&found.range);
-        let forged = (self.added()).find(&text, 0, |found| !is_trusted(found)).is_some();
-        let ids = if forged {
-            self.encode_guarded(&text, &is_trusted, false)?
-        } else {
-            self.encode_whole(&text, false)?
-        };
+        let ids = self.encode_trusting(&text, &|found| guard.trusts(&found.range), false)?;
         Ok(ChatPrompt { text, ids })
     }
 }

@@ -54,6 +54,10 @@ struct Head {
 struct ModelHead {
     #[serde(default, rename = "type")]
     kind: Value,
+    #[serde(default)]
+    unk_id: Value,
+    #[serde(default)]
+    unk_token: Value,
 }
 
 #[derive(Deserialize)]
@@ -84,7 +88,13 @@ impl Tokenizer {
         .map_err(refuse)?;
         check_added_ids(&head.added_tokens, &engine, origin)?;
         let chain = Chain::new(engine.get_decoder()).map_err(refuse)?;
-        let added = AddedTokens::new(engine.get_added_vocabulary());
+        let model = head.model.as_ref();
+        let unknown = model.and_then(|model| match (&model.unk_id, &model.unk_token) {
+            (Value::Number(id), _) => id.as_u64().and_then(|id| u32::try_from(id).ok()),
+            (_, Value::String(token)) => engine.token_to_id(token),
+            _ => None,
+        });
+        let added = AddedTokens::new(engine.get_added_vocabulary(), unknown);
         Ok(Self {
             inner: Arc::new(Inner {
                 origin: origin.to_owned(),
@@ -118,45 +128,46 @@ impl Tokenizer {
         specials: Specials,
         add_special_tokens: bool,
     ) -> Result<Vec<u32>, TextError> {
-        let added = &self.inner.added;
-        let is_special = |found: &Found| added.is_special(found.index);
         match specials {
-            Specials::Literal if self.reads_special(text, is_special)? => {
-                self.encode_guarded(text, &|found| !is_special(found), add_special_tokens)
+            Specials::Parse => self.encode_whole(text, add_special_tokens),
+            Specials::Literal => {
+                let trusted = |found: &Found| !self.inner.added.is_special(found.index);
+                self.encode_trusting(text, &trusted, add_special_tokens)
             }
-            Specials::Parse | Specials::Literal => self.encode_whole(text, add_special_tokens),
         }
     }
 
-    /// Whether reading `text` as it is could yield a special token that `refused` takes.
-    fn reads_special(
+    /// Encodes `text` with only the `trusted` occurrences of added tokens read as tokens; as a
+    /// whole when there are no others.
+    pub(crate) fn encode_trusting(
         &self,
         text: &str,
-        refused: impl Fn(&Found) -> bool,
-    ) -> Result<bool, TextError> {
-        let inner = &self.inner;
-        if inner.added.find(text, 0, refused).is_some() {
-            return Ok(true);
-        }
-        // A normaliser can turn other text into a special token's (case, width); the ids tell.
-        Ok(inner.engine.get_normalizer().is_some()
-            && (self.encode_whole(text, false)?.iter())
-                .any(|&id| inner.added.special_by_id(id).is_some()))
-    }
-
-    pub(crate) fn encode_whole(
-        &self,
-        text: &str,
+        trusted: &dyn Fn(&Found) -> bool,
         add_special_tokens: bool,
     ) -> Result<Vec<u32>, TextError> {
+        let Inner { added, engine, .. } = &*self.inner;
+        if added.find(text, 0, |found| !trusted(found)).is_some() {
+            return self.encode_guarded(text, trusted, add_special_tokens);
+        }
+        // A normaliser can turn other text into a special token's (case, width); the ids tell.
+        if engine.get_normalizer().is_some() {
+            let ids = self.encode_whole(text, false)?;
+            let read = ids.iter().filter(|&&id| added.is_control(id)).count();
+            if read > added.count_special(text) {
+                return self.encode_guarded(text, trusted, add_special_tokens);
+            }
+        }
+        self.encode_whole(text, add_special_tokens)
+    }
+
+    fn encode_whole(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
         let engine = &self.inner.engine;
         guarded(|| engine.encode_fast(text, add_special_tokens))
             .map(|encoding| encoding.get_ids().to_vec())
             .map_err(|reason| self.refuse(text, reason))
     }
 
-    /// Encodes `text` with only the `trusted` occurrences of added tokens read as tokens.
-    pub(crate) fn encode_guarded(
+    fn encode_guarded(
         &self,
         text: &str,
         trusted: &dyn Fn(&Found) -> bool,
@@ -206,7 +217,7 @@ impl Tokenizer {
 
     /// Whether the id is a special token, which decoding may skip.
     pub fn is_special(&self, id: u32) -> bool {
-        self.inner.added.special_by_id(id).is_some()
+        self.inner.added.is_special_id(id)
     }
 
     /// Decodes ids to text. Unknown ids vanish, as in the library; bytes that are no UTF-8 become

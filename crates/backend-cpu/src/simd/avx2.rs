@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 #![expect(clippy::cast_ptr_alignment, reason = "every load and store is unaligned")]
 
-use super::{Kernel, Params, Simd};
+use super::{Kernel, Params, Registers, Simd};
 use std::arch::x86_64::*;
 
 /// Token of AVX2, FMA and F16C.
@@ -99,52 +99,62 @@ pub(super) unsafe fn params(rows: &[*const u8; 8], out: &mut Params) {
     }
 }
 
-/// Eight rows' sums of eight lanes, added up.
+/// Eight rows' sums, four lanes for each of two blocks, added up.
 #[inline(always)]
-pub(super) unsafe fn reduce(p: &[__m256i; 8]) -> __m256 {
+pub(super) unsafe fn reduce(p: &[__m256i; 8]) -> [__m256; 2] {
     simd! {
         let a = _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
         let b = _mm256_hadd_epi32(_mm256_hadd_epi32(p[4], p[5]), _mm256_hadd_epi32(p[6], p[7]));
+        [
+            _mm256_cvtepi32_ps(_mm256_permute2x128_si256::<0x20>(a, b)),
+            _mm256_cvtepi32_ps(_mm256_permute2x128_si256::<0x31>(a, b)),
+        ]
+    }
+}
+
+/// Eight lanes for either block to four for both.
+#[inline(always)]
+pub(super) unsafe fn join(a: __m256i, b: __m256i) -> __m256i {
+    simd! {
         let low = _mm256_permute2x128_si256::<0x20>(a, b);
-        let high = _mm256_permute2x128_si256::<0x31>(a, b);
-        _mm256_cvtepi32_ps(_mm256_add_epi32(low, high))
+        _mm256_add_epi32(low, _mm256_permute2x128_si256::<0x31>(a, b))
     }
 }
 
 #[inline(always)]
-pub(super) unsafe fn wide_q4(p: *const u8) -> [__m256i; 2] {
+pub(super) unsafe fn load(p: *const u8, i: usize) -> __m256i {
+    simd!(_mm256_loadu_si256(p.add(32 * i).cast()))
+}
+
+#[inline(always)]
+pub(super) unsafe fn q4(p: *const u8) -> [__m256i; 2] {
     simd! {
-        let words = _mm256_cvtepu8_epi16(_mm_loadu_si128(p.cast()));
-        [_mm256_and_si256(words, _mm256_set1_epi16(15)), _mm256_srli_epi16::<4>(words)]
+        let (bytes, mask) = (load(p, 0), _mm256_set1_epi8(15));
+        [_mm256_and_si256(bytes, mask), _mm256_and_si256(_mm256_srli_epi16::<4>(bytes), mask)]
     }
 }
 
 #[inline(always)]
-pub(super) unsafe fn wide_q8(p: *const u8) -> [__m256i; 2] {
+pub(super) unsafe fn q8_wide(p: *const u8) -> [__m256i; 4] {
     simd! {
-        let words = _mm256_loadu_si256(p.cast());
-        let even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(words));
-        [even, _mm256_srai_epi16::<8>(words)]
-    }
-}
-
-/// 32 nibbles in order, as bytes.
-#[inline(always)]
-pub(super) unsafe fn narrow_q4(p: *const u8) -> __m256i {
-    simd! {
-        let words = _mm256_cvtepu8_epi16(_mm_loadu_si128(p.cast()));
-        let spread = _mm256_or_si256(words, _mm256_slli_epi16::<4>(words));
-        _mm256_and_si256(spread, _mm256_set1_epi8(15))
+        let (a, b) = (load(p, 0), load(p, 1));
+        [
+            _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(a)),
+            _mm256_srai_epi16::<8>(a),
+            _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(b)),
+            _mm256_srai_epi16::<8>(b),
+        ]
     }
 }
 
 impl Simd for Avx2 {
     type V = V;
     type H = __m256;
-    type Wide = [__m256i; 2];
-    type Narrow = __m256i;
+    type Q4 = [__m256i; 2];
+    type Q8Wide = [__m256i; 4];
+    type Q8Narrow = [__m256i; 2];
     type Sums = __m256i;
-    const MANY_REGISTERS: bool = false;
+    const REGISTERS: Registers = Registers::Some;
 
     #[inline(always)]
     fn splat(self, a: f32) -> V {
@@ -314,49 +324,77 @@ impl Simd for Avx2 {
         simd!(_mm256_setzero_si256())
     }
     #[inline(always)]
-    fn reduce(self, rows: &[__m256i; 8]) -> __m256 {
+    fn reduce(self, rows: &[__m256i; 8]) -> [__m256; 2] {
         simd!(reduce(rows))
     }
     #[inline(always)]
-    unsafe fn wide_q4(self, p: *const u8) -> [__m256i; 2] {
-        simd!(wide_q4(p))
+    unsafe fn q4(self, p: *const u8) -> [__m256i; 2] {
+        simd!(q4(p))
     }
     #[inline(always)]
-    unsafe fn wide_q8(self, p: *const u8) -> [__m256i; 2] {
-        simd!(wide_q8(p))
+    unsafe fn q8_wide(self, p: *const u8) -> [__m256i; 4] {
+        simd!(q8_wide(p))
     }
     #[inline(always)]
-    unsafe fn wide_dot(self, codes: [__m256i; 2], x: *const i16) -> __m256i {
+    unsafe fn q8_narrow(self, p: *const u8) -> [__m256i; 2] {
+        simd!([load(p, 0), load(p, 1)])
+    }
+    #[inline(always)]
+    unsafe fn q4_wide_dot(self, codes: [__m256i; 2], x: *const u8) -> __m256i {
         simd! {
-            let even = _mm256_madd_epi16(codes[0], _mm256_loadu_si256(x.cast()));
-            let odd = _mm256_madd_epi16(codes[1], _mm256_loadu_si256(x.add(16).cast()));
-            _mm256_add_epi32(even, odd)
+            // 4 * 15 * 128 fits: nothing saturates or wraps.
+            let high = _mm256_add_epi16(
+                _mm256_maddubs_epi16(codes[0], load(x, 0)),
+                _mm256_maddubs_epi16(codes[1], load(x, 1)),
+            );
+            let low = _mm256_add_epi16(
+                _mm256_maddubs_epi16(codes[0], load(x, 2)),
+                _mm256_maddubs_epi16(codes[1], load(x, 3)),
+            );
+            let high = _mm256_madd_epi16(high, _mm256_set1_epi16(256));
+            _mm256_add_epi32(high, _mm256_madd_epi16(low, _mm256_set1_epi16(1)))
         }
     }
     #[inline(always)]
-    unsafe fn narrow_q4(self, p: *const u8) -> __m256i {
-        simd!(narrow_q4(p))
-    }
-    #[inline(always)]
-    unsafe fn narrow_q8(self, p: *const u8) -> __m256i {
-        simd!(_mm256_loadu_si256(p.cast()))
-    }
-    #[inline(always)]
-    unsafe fn narrow_dot_q4(self, codes: __m256i, x: *const i8) -> __m256i {
+    unsafe fn q4_narrow_dot(self, codes: [__m256i; 2], x: *const u8) -> __m256i {
         simd! {
-            // 2 * 15 * 127 fits: nothing saturates.
-            let pairs = _mm256_maddubs_epi16(codes, _mm256_loadu_si256(x.cast()));
-            _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))
+            let sums = _mm256_add_epi16(
+                _mm256_maddubs_epi16(codes[0], load(x, 0)),
+                _mm256_maddubs_epi16(codes[1], load(x, 1)),
+            );
+            _mm256_madd_epi16(sums, _mm256_set1_epi16(1))
         }
     }
     #[inline(always)]
-    unsafe fn narrow_dot_q8(self, codes: __m256i, x: *const i8) -> __m256i {
+    unsafe fn q8_wide_dot(self, codes: [__m256i; 4], x: *const u8) -> __m256i {
         simd! {
-            // 2 * 128 * 127 fits: a code of -128 is 128 unsigned, an activation never is -128.
-            let x = _mm256_sign_epi8(_mm256_loadu_si256(x.cast()), codes);
-            let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), x);
-            _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))
+            let a = _mm256_add_epi32(
+                _mm256_madd_epi16(codes[0], load(x, 0)),
+                _mm256_madd_epi16(codes[1], load(x, 1)),
+            );
+            let b = _mm256_add_epi32(
+                _mm256_madd_epi16(codes[2], load(x, 2)),
+                _mm256_madd_epi16(codes[3], load(x, 3)),
+            );
+            join(a, b)
         }
+    }
+    #[inline(always)]
+    unsafe fn q8_narrow_dot(self, codes: [__m256i; 2], x: *const u8) -> __m256i {
+        simd! {
+            let mut sums = codes;
+            for i in 0..2 {
+                // 2 * 128 * 127 fits: a code of -128 is 128 unsigned, an activation never is.
+                let x = _mm256_sign_epi8(load(x, i), codes[i]);
+                let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes[i]), x);
+                sums[i] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+            }
+            join(sums[0], sums[1])
+        }
+    }
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        simd!(_mm_prefetch::<_MM_HINT_T0>(p.cast()));
     }
     #[inline(always)]
     unsafe fn params(self, rows: &[*const u8; 8], count: usize, out: &mut Params) {

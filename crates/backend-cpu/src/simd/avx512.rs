@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 #![expect(clippy::cast_ptr_alignment, reason = "every load and store is unaligned")]
 
-use super::{Kernel, Params, Simd, avx2};
+use super::{Kernel, Params, Registers, Simd, avx2};
 use std::arch::x86_64::*;
 
 /// Token of AVX-512 F, BW, VL and DQ, and of VNNI.
@@ -52,13 +52,31 @@ macro_rules! fold {
     };
 }
 
+/// Nibbles times 32 even bytes at `x` and 32 odd ones after them.
+#[inline(always)]
+unsafe fn pairs<const VNNI: bool>(codes: [__m256i; 2], x: *const u8) -> __m256i {
+    simd! {
+        let (even, odd) = (avx2::load(x, 0), avx2::load(x, 1));
+        if VNNI {
+            let sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), codes[0], even);
+            _mm256_dpbusd_epi32(sums, codes[1], odd)
+        } else {
+            // 4 * 15 * 128 fits: nothing saturates or wraps.
+            let even = _mm256_maddubs_epi16(codes[0], even);
+            let sums = _mm256_add_epi16(even, _mm256_maddubs_epi16(codes[1], odd));
+            _mm256_madd_epi16(sums, _mm256_set1_epi16(1))
+        }
+    }
+}
+
 impl<const VNNI: bool> Simd for Avx512<VNNI> {
     type V = __m512;
     type H = __m256;
-    type Wide = [__m256i; 2];
-    type Narrow = __m256i;
+    type Q4 = [__m256i; 2];
+    type Q8Wide = [__m256i; 4];
+    type Q8Narrow = [__m256i; 2];
     type Sums = __m256i;
-    const MANY_REGISTERS: bool = true;
+    const REGISTERS: Registers = Registers::Many;
 
     #[inline(always)]
     fn splat(self, a: f32) -> __m512 {
@@ -205,62 +223,68 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         simd!(_mm256_setzero_si256())
     }
     #[inline(always)]
-    fn reduce(self, rows: &[__m256i; 8]) -> __m256 {
+    fn reduce(self, rows: &[__m256i; 8]) -> [__m256; 2] {
         simd!(avx2::reduce(rows))
     }
     #[inline(always)]
-    unsafe fn wide_q4(self, p: *const u8) -> [__m256i; 2] {
-        simd!(avx2::wide_q4(p))
+    unsafe fn q4(self, p: *const u8) -> [__m256i; 2] {
+        simd!(avx2::q4(p))
     }
     #[inline(always)]
-    unsafe fn wide_q8(self, p: *const u8) -> [__m256i; 2] {
-        simd!(avx2::wide_q8(p))
+    unsafe fn q8_wide(self, p: *const u8) -> [__m256i; 4] {
+        simd!(avx2::q8_wide(p))
     }
     #[inline(always)]
-    unsafe fn wide_dot(self, codes: [__m256i; 2], x: *const i16) -> __m256i {
+    unsafe fn q8_narrow(self, p: *const u8) -> [__m256i; 2] {
+        simd!([avx2::load(p, 0), avx2::load(p, 1)])
+    }
+    #[inline(always)]
+    unsafe fn q4_wide_dot(self, codes: [__m256i; 2], x: *const u8) -> __m256i {
         simd! {
-            let even = _mm256_loadu_si256(x.cast());
-            let odd = _mm256_loadu_si256(x.add(16).cast());
-            let sums = _mm256_madd_epi16(codes[0], even);
+            let high = pairs::<VNNI>(codes, x);
+            let low = pairs::<VNNI>(codes, x.add(64));
+            _mm256_add_epi32(_mm256_slli_epi32::<8>(high), low)
+        }
+    }
+    #[inline(always)]
+    unsafe fn q4_narrow_dot(self, codes: [__m256i; 2], x: *const u8) -> __m256i {
+        simd!(pairs::<VNNI>(codes, x))
+    }
+    #[inline(always)]
+    unsafe fn q8_wide_dot(self, codes: [__m256i; 4], x: *const u8) -> __m256i {
+        simd! {
+            let a = _mm256_madd_epi16(codes[0], avx2::load(x, 0));
+            let b = _mm256_madd_epi16(codes[2], avx2::load(x, 2));
+            let (c, d) = (avx2::load(x, 1), avx2::load(x, 3));
             if VNNI {
-                _mm256_dpwssd_epi32(sums, codes[1], odd)
+                let a = _mm256_dpwssd_epi32(a, codes[1], c);
+                avx2::join(a, _mm256_dpwssd_epi32(b, codes[3], d))
             } else {
-                _mm256_add_epi32(sums, _mm256_madd_epi16(codes[1], odd))
+                let a = _mm256_add_epi32(a, _mm256_madd_epi16(codes[1], c));
+                avx2::join(a, _mm256_add_epi32(b, _mm256_madd_epi16(codes[3], d)))
             }
         }
     }
     #[inline(always)]
-    unsafe fn narrow_q4(self, p: *const u8) -> __m256i {
-        simd!(avx2::narrow_q4(p))
-    }
-    #[inline(always)]
-    unsafe fn narrow_q8(self, p: *const u8) -> __m256i {
-        simd!(_mm256_loadu_si256(p.cast()))
-    }
-    #[inline(always)]
-    unsafe fn narrow_dot_q4(self, codes: __m256i, x: *const i8) -> __m256i {
+    unsafe fn q8_narrow_dot(self, codes: [__m256i; 2], x: *const u8) -> __m256i {
         simd! {
-            let x = _mm256_loadu_si256(x.cast());
-            if VNNI {
-                _mm256_dpbusd_epi32(_mm256_setzero_si256(), codes, x)
-            } else {
-                // 2 * 15 * 127 fits: nothing saturates.
-                _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1))
+            let mut sums = codes;
+            for i in 0..2 {
+                // 2 * 128 * 127 fits: a code of -128 is 128 unsigned, an activation never is.
+                let x = _mm256_sign_epi8(avx2::load(x, i), codes[i]);
+                let codes = _mm256_abs_epi8(codes[i]);
+                sums[i] = if VNNI {
+                    _mm256_dpbusd_epi32(_mm256_setzero_si256(), codes, x)
+                } else {
+                    _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1))
+                };
             }
+            avx2::join(sums[0], sums[1])
         }
     }
     #[inline(always)]
-    unsafe fn narrow_dot_q8(self, codes: __m256i, x: *const i8) -> __m256i {
-        simd! {
-            // 2 * 128 * 127 fits: a code of -128 is 128 unsigned, an activation never is -128.
-            let x = _mm256_sign_epi8(_mm256_loadu_si256(x.cast()), codes);
-            let codes = _mm256_abs_epi8(codes);
-            if VNNI {
-                _mm256_dpbusd_epi32(_mm256_setzero_si256(), codes, x)
-            } else {
-                _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1))
-            }
-        }
+    fn prefetch(self, p: *const u8) {
+        simd!(_mm_prefetch::<_MM_HINT_T0>(p.cast()));
     }
     #[inline(always)]
     unsafe fn params(self, rows: &[*const u8; 8], count: usize, out: &mut Params) {

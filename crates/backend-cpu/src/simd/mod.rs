@@ -23,6 +23,17 @@ pub(crate) const LANES: usize = 16;
 /// One scale (or bias) for each of 8 weight rows, for up to 8 groups of theirs.
 pub(crate) type Params = [[f32; 8]; 8];
 
+/// What the registers hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Registers {
+    /// There are none: larger tiles only make more code.
+    None,
+    /// Six accumulators of sixteen lanes.
+    Some,
+    /// Sixteen accumulators of sixteen lanes.
+    Many,
+}
+
 /// Sixteen lanes of f32, eight lanes for eight weight rows, and exact integer dot products.
 ///
 /// Every method is one IEEE operation in each lane, or exact, so all implementations agree in
@@ -32,14 +43,16 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     type V: Copy;
     /// Eight f32, one for each row of a tile of quantised weights.
     type H: Copy;
-    /// 32 codes of a weight row beside i16 activations: even elements, then odd ones.
-    type Wide: Copy;
-    /// 32 codes of a weight row beside i8 activations, in order.
-    type Narrow: Copy;
-    /// Partial sums of one block of 32; exact, so their split is free.
+    /// 64 nibbles of a weight row: even elements, then odd ones.
+    type Q4: Copy;
+    /// 64 signed bytes of a weight row, as i16 activations want them.
+    type Q8Wide: Copy;
+    /// 64 signed bytes of a weight row, as i8 activations want them.
+    type Q8Narrow: Copy;
+    /// Partial sums of two blocks of 32; exact, so how they are split is free.
     type Sums: Copy;
-    /// Registers for 4 x 4 accumulators of 16 lanes.
-    const MANY_REGISTERS: bool;
+    /// How many rows it pays to compute together.
+    const REGISTERS: Registers;
 
     fn splat(self, a: f32) -> Self::V;
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
@@ -85,18 +98,24 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn h_store(self, p: *mut f32, a: Self::H);
 
     fn sums_zero(self) -> Self::Sums;
-    /// Eight rows' sums, added up and converted to f32 (rounding to nearest even).
-    fn reduce(self, rows: &[Self::Sums; 8]) -> Self::H;
-    unsafe fn wide_q4(self, p: *const u8) -> Self::Wide;
-    unsafe fn wide_q8(self, p: *const u8) -> Self::Wide;
-    /// `x`: 16 even, then 16 odd elements.
-    unsafe fn wide_dot(self, codes: Self::Wide, x: *const i16) -> Self::Sums;
-    unsafe fn narrow_q4(self, p: *const u8) -> Self::Narrow;
-    unsafe fn narrow_q8(self, p: *const u8) -> Self::Narrow;
-    /// `codes` from [`Self::narrow_q4`].
-    unsafe fn narrow_dot_q4(self, codes: Self::Narrow, x: *const i8) -> Self::Sums;
-    /// `codes` from [`Self::narrow_q8`].
-    unsafe fn narrow_dot_q8(self, codes: Self::Narrow, x: *const i8) -> Self::Sums;
+    /// Eight rows' sums of either block, added up and converted to f32 (to nearest even).
+    fn reduce(self, rows: &[Self::Sums; 8]) -> [Self::H; 2];
+    /// From 32 bytes.
+    unsafe fn q4(self, p: *const u8) -> Self::Q4;
+    /// From 64 bytes.
+    unsafe fn q8_wide(self, p: *const u8) -> Self::Q8Wide;
+    /// From 64 bytes.
+    unsafe fn q8_narrow(self, p: *const u8) -> Self::Q8Narrow;
+    /// `x`: 128 bytes in [`CodeLayout::WideQ4`](crate::quantise::CodeLayout).
+    unsafe fn q4_wide_dot(self, codes: Self::Q4, x: *const u8) -> Self::Sums;
+    /// `x`: 64 bytes in [`CodeLayout::NarrowQ4`](crate::quantise::CodeLayout).
+    unsafe fn q4_narrow_dot(self, codes: Self::Q4, x: *const u8) -> Self::Sums;
+    /// `x`: 128 bytes in [`CodeLayout::WideQ8`](crate::quantise::CodeLayout).
+    unsafe fn q8_wide_dot(self, codes: Self::Q8Wide, x: *const u8) -> Self::Sums;
+    /// `x`: 64 bytes in [`CodeLayout::NarrowQ8`](crate::quantise::CodeLayout).
+    unsafe fn q8_narrow_dot(self, codes: Self::Q8Narrow, x: *const u8) -> Self::Sums;
+    /// Asks for the line at `p`, which need not exist.
+    fn prefetch(self, p: *const u8);
 
     /// `count <= 8` adjacent bf16 of each row, transposed: `out[group][row]`.
     #[inline(always)]
@@ -155,6 +174,9 @@ unsafe fn params(rows: &[*const u8; 8], count: usize, out: &mut Params) {
 
 /// Work compiled once for each instruction set. `run` is `inline(always)`, as is all it calls.
 pub(crate) trait Kernel {
+    /// Whether it forms integer products, so that VNNI makes a difference.
+    const INTEGERS: bool = false;
+
     /// Does the work.
     fn run<S: Simd>(self, s: S);
 }
@@ -171,7 +193,9 @@ pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) {
         Isa::Avx512 => unsafe { avx512::enter(kernel) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Isa::Avx512Vnni => unsafe { avx512::enter_vnni(kernel) },
+        Isa::Avx512Vnni => unsafe {
+            if K::INTEGERS { avx512::enter_vnni(kernel) } else { avx512::enter(kernel) }
+        },
         #[cfg(target_arch = "aarch64")]
         // SAFETY: as above.
         Isa::Neon => unsafe { neon::enter(kernel) },

@@ -1,7 +1,7 @@
 //! Arrays in place of vectors: the definition that the others are tested against.
 #![allow(unsafe_code)]
 
-use super::{LANES, Simd};
+use super::{LANES, Registers, Simd};
 use half::{bf16, f16};
 
 /// No vector instructions.
@@ -52,10 +52,11 @@ unsafe fn read<T: Copy, const N: usize>(p: *const T) -> [T; N] {
 impl Simd for Scalar {
     type V = V;
     type H = [f32; 8];
-    type Wide = [i16; 32];
-    type Narrow = [i8; 32];
-    type Sums = i32;
-    const MANY_REGISTERS: bool = false;
+    type Q4 = [i8; 64];
+    type Q8Wide = [i8; 64];
+    type Q8Narrow = [i8; 64];
+    type Sums = [i32; 2];
+    const REGISTERS: Registers = Registers::None;
 
     #[inline(always)]
     fn splat(self, a: f32) -> V {
@@ -195,51 +196,73 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
-    fn sums_zero(self) -> i32 {
-        0
+    fn sums_zero(self) -> [i32; 2] {
+        [0; 2]
     }
     #[inline(always)]
-    fn reduce(self, rows: &[i32; 8]) -> [f32; 8] {
-        rows.map(|sum| sum as f32)
+    fn reduce(self, rows: &[[i32; 2]; 8]) -> [[f32; 8]; 2] {
+        [rows.map(|sums| sums[0] as f32), rows.map(|sums| sums[1] as f32)]
     }
     #[inline(always)]
-    unsafe fn wide_q4(self, p: *const u8) -> [i16; 32] {
+    unsafe fn q4(self, p: *const u8) -> [i8; 64] {
         // SAFETY: as the caller promises.
-        let bytes: [u8; 16] = unsafe { read(p) };
-        std::array::from_fn(|i| i16::from(bytes[i % 16] >> (4 * (i / 16)) & 15))
+        let bytes: [u8; 32] = unsafe { read(p) };
+        std::array::from_fn(|i| (bytes[i % 32] >> (4 * (i / 32)) & 15).cast_signed())
     }
     #[inline(always)]
-    unsafe fn wide_q8(self, p: *const u8) -> [i16; 32] {
-        // SAFETY: as the caller promises.
-        let codes: [i8; 32] = unsafe { read(p.cast()) };
-        std::array::from_fn(|i| i16::from(codes[i % 16 * 2 + i / 16]))
-    }
-    #[inline(always)]
-    unsafe fn wide_dot(self, codes: [i16; 32], x: *const i16) -> i32 {
-        // SAFETY: as the caller promises.
-        let x: [i16; 32] = unsafe { read(x) };
-        codes.iter().zip(x).map(|(c, x)| i32::from(*c) * i32::from(x)).sum()
-    }
-    #[inline(always)]
-    unsafe fn narrow_q4(self, p: *const u8) -> [i8; 32] {
-        // SAFETY: as the caller promises.
-        let bytes: [u8; 16] = unsafe { read(p) };
-        std::array::from_fn(|i| (bytes[i / 2] >> (4 * (i % 2)) & 15).cast_signed())
-    }
-    #[inline(always)]
-    unsafe fn narrow_q8(self, p: *const u8) -> [i8; 32] {
+    unsafe fn q8_wide(self, p: *const u8) -> [i8; 64] {
         // SAFETY: as the caller promises.
         unsafe { read(p.cast()) }
     }
     #[inline(always)]
-    unsafe fn narrow_dot_q4(self, codes: [i8; 32], x: *const i8) -> i32 {
+    unsafe fn q8_narrow(self, p: *const u8) -> [i8; 64] {
         // SAFETY: as the caller promises.
-        let x: [i8; 32] = unsafe { read(x) };
-        codes.iter().zip(x).map(|(c, x)| i32::from(*c) * i32::from(x)).sum()
+        unsafe { read(p.cast()) }
     }
     #[inline(always)]
-    unsafe fn narrow_dot_q8(self, codes: [i8; 32], x: *const i8) -> i32 {
+    unsafe fn q4_wide_dot(self, codes: [i8; 64], x: *const u8) -> [i32; 2] {
         // SAFETY: as the caller promises.
-        unsafe { self.narrow_dot_q4(codes, x) }
+        let [high, low]: [[i8; 64]; 2] = unsafe { read(x.cast()) };
+        halves(codes, |i| 256 * i32::from(high[i]) + i32::from(low[i]))
     }
+    #[inline(always)]
+    unsafe fn q4_narrow_dot(self, codes: [i8; 64], x: *const u8) -> [i32; 2] {
+        // SAFETY: as the caller promises.
+        let x: [i8; 64] = unsafe { read(x.cast()) };
+        halves(codes, |i| i32::from(x[i]))
+    }
+    #[inline(always)]
+    unsafe fn q8_wide_dot(self, codes: [i8; 64], x: *const u8) -> [i32; 2] {
+        // SAFETY: as the caller promises.
+        let x: [[[u8; 2]; 32]; 2] = unsafe { read(x.cast()) };
+        let mut sums = [0; 2];
+        for (i, code) in codes.iter().enumerate() {
+            let block = &x[i / 32];
+            let x = i16::from_ne_bytes(block[i % 32 / 2 + 16 * (i % 2)]);
+            sums[i / 32] += i32::from(*code) * i32::from(x);
+        }
+        sums
+    }
+    #[inline(always)]
+    unsafe fn q8_narrow_dot(self, codes: [i8; 64], x: *const u8) -> [i32; 2] {
+        // SAFETY: as the caller promises.
+        let x: [i8; 64] = unsafe { read(x.cast()) };
+        let mut sums = [0; 2];
+        for (i, (code, x)) in codes.iter().zip(x).enumerate() {
+            sums[i / 32] += i32::from(*code) * i32::from(x);
+        }
+        sums
+    }
+    #[inline(always)]
+    fn prefetch(self, _: *const u8) {}
+}
+
+/// Sums of two blocks whose even elements come before the odd ones of both.
+#[inline(always)]
+fn halves(codes: [i8; 64], x: impl Fn(usize) -> i32) -> [i32; 2] {
+    let mut sums = [0; 2];
+    for (i, code) in codes.iter().enumerate() {
+        sums[i % 32 / 16] += i32::from(*code) * x(i);
+    }
+    sums
 }

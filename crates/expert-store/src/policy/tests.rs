@@ -125,6 +125,21 @@ fn a_failed_slot_is_free_when_nobody_holds_it() {
 }
 
 #[test]
+fn a_slot_let_go_and_taken_again_is_no_victim() {
+    let mut policy = policy(1, &[4], StrategyKind::Lru, Scope::Global);
+    visit(&mut policy, &[key(0, 0)]);
+    // As when another thread drops a pin between the start of a plan and its hit.
+    drop(policy.pins.pin(0));
+    policy.order.remove(0, 0);
+    policy.rank(0);
+    let pin = policy.pins.pin(0);
+    policy.check();
+    assert!(!policy.can_take());
+    drop(pin);
+    assert!(policy.can_take());
+}
+
+#[test]
 fn a_key_twice_in_a_plan_has_one_slot() {
     let mut policy = policy(4, &[4], StrategyKind::Lru, Scope::Global);
     let mut planned = Vec::new();

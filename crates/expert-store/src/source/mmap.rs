@@ -65,16 +65,12 @@ impl MmapSource {
 
     /// Leaves no page cache behind that nobody counts.
     fn forget(&self, read: &Read) {
-        #[cfg(unix)]
-        if let Some(map) = &self.maps[read.file as usize] {
-            let start = read.offset / BLOCK * BLOCK;
-            let end = (read.offset + read.len).next_multiple_of(BLOCK);
-            let most = (map.len() as u64).next_multiple_of(BLOCK);
-            raw::unmap_pages(map, start as usize, (end.min(most) - start) as usize);
-            raw::advise_done(&self.files.list[read.file as usize].file, start, end - start);
-        }
-        #[cfg(not(unix))]
-        let _ = read;
+        let Some(map) = &self.maps[read.file as usize] else { return };
+        let start = read.offset / BLOCK * BLOCK;
+        let end = (read.offset + read.len).min(map.len() as u64).next_multiple_of(BLOCK);
+        let len = end.saturating_sub(start);
+        raw::unmap_pages(map, start as usize, len as usize);
+        raw::advise_done(&self.files.list[read.file as usize].file, start, len);
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use snowmelt_text::{Specials, TextError, Tokenizer};
+use snowmelt_text::{ChatTemplate, Message, RenderOptions, Specials, TextError, Tokenizer};
 
 use crate::support::{byte_level_json, load, pieces_json, reference, tiny_moe};
 
@@ -95,6 +95,12 @@ fn literal_text_is_watched_behind_the_normaliser() {
     assert!(tokenizer.encode("A<|END|>", Specials::Parse).unwrap().contains(&end));
     let ids = tokenizer.encode("A<|END|>", Specials::Literal).unwrap();
     assert_eq!(tokenizer.decode(&ids, true), "a<|end|>");
+    let template = "{{ messages[0].content }}<|end|>";
+    let template = ChatTemplate::from_source(template, "t").unwrap();
+    let messages = [Message::new("user", "A<|END|>")];
+    let options = RenderOptions::default();
+    let prompt = tokenizer.encode_chat(&template, &messages, &options).unwrap();
+    assert_eq!(prompt.ids.iter().filter(|&&id| id == end).count(), 1);
 }
 
 #[test]

@@ -1,0 +1,209 @@
+//! No verb allocates after `prepare`, on any thread.
+#![allow(unsafe_code)]
+
+use snowmelt_backend::{
+    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Gate, Limits, MatrixLayout,
+    MoeFfn, PAGE_TOKENS, Pairing, Pass, Ready, Router, Routes, Rows, Shared, View,
+};
+use snowmelt_backend_cpu::{Activations, CpuBackend, CpuBuf, CpuOptions, CpuWeight};
+use snowmelt_weights::Encoding;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: hands every call on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, SeqCst);
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const N: usize = 33;
+const D: usize = 256;
+const HEADS: usize = 4;
+const D_EXPERT: usize = 128;
+const EXPERTS: usize = 8;
+const TOP_K: usize = 2;
+
+/// All that a step needs, from before `prepare`.
+struct Step {
+    b: CpuBackend,
+    rows: Rows,
+    x: CpuBuf,
+    y: CpuBuf,
+    caches: [CpuBuf; 2],
+    state: CpuBuf,
+    parts: CpuBuf,
+    choices: [CpuBuf; 2],
+    square: CpuWeight,
+    vector: CpuWeight,
+    heads: [CpuWeight; 2],
+    taps: CpuWeight,
+    slab: <CpuBackend as Backend>::Slab,
+    layout: ExpertLayout,
+    ready: Vec<Ready>,
+    routes: Routes,
+}
+
+impl Step {
+    fn new(activations: Activations, encoding: Encoding, threads: usize) -> Self {
+        let options = CpuOptions { threads, activations, ..CpuOptions::default() };
+        let b = CpuBackend::new(options).expect("the best there is");
+        let weight = |encoding: Encoding, d_out, d_in| {
+            let mut weight = b.alloc_weight(encoding, d_out, d_in);
+            b.fill_weight(&mut weight, 0, &vec![0; d_out * encoding.row_bytes(d_in)]);
+            weight
+        };
+        let mut rows = Rows::default();
+        rows.rewrite(|draft| {
+            draft.sequence(0, [0, 1]);
+            (0..N as u32).for_each(|position| draft.row(position, position, position == 3));
+        });
+        let piece = |d_out, d_in, offset| MatrixLayout { encoding, d_out, d_in, offset };
+        let bytes = piece(D_EXPERT, D, 0).bytes();
+        let layout = ExpertLayout {
+            gate: piece(D_EXPERT, D, 0),
+            up: piece(D_EXPERT, D, bytes),
+            down: piece(D, D_EXPERT, 2 * bytes),
+        };
+        let slot_bytes = layout.record_bytes().next_multiple_of(4096);
+        let floats = |len| b.alloc(len, BufType::F32);
+        Self {
+            rows,
+            x: floats(N * D),
+            y: floats(N * D),
+            caches: [0, 1].map(|_| b.alloc(2 * PAGE_TOKENS * D, BufType::F16)),
+            state: floats(D * D),
+            parts: floats(N * TOP_K * D),
+            choices: [floats(N * TOP_K), floats(N * TOP_K)],
+            square: weight(encoding, D, D),
+            vector: weight(Encoding::F32, 1, D / HEADS),
+            heads: [0, 1].map(|_| weight(Encoding::F32, 1, HEADS)),
+            taps: weight(Encoding::F32, D, 4),
+            slab: b.alloc_slab(slot_bytes, EXPERTS as u32),
+            layout,
+            ready: Vec::with_capacity(EXPERTS),
+            routes: Routes::default(),
+            b,
+        }
+    }
+
+    fn run(&mut self) {
+        let Self { b, rows, x, y, .. } = self;
+        let mut p = b.begin();
+        let [vx, vy] = [&*x, &*y].map(|buf| View::of(buf, D));
+        let d_head = D / HEADS;
+        b.clear(&mut p, x, 0..N * D);
+        b.write(&mut p, x, 5, &[1.0, 2.0, 3.0]);
+        b.copy(&mut p, x, 0, D, D);
+        b.embed(&mut p, &self.square, rows, vx);
+        b.rms_norm(&mut p, vx, &self.vector, HEADS, 1e-6, N, vy);
+        b.l2_norm(&mut p, vy, [HEADS, d_head], 1e-6, 1.0, N);
+        b.linear(&mut p, vx, &self.square, N, vy);
+        b.linear(&mut p, vx, &self.square, 1, vy);
+        b.add(&mut p, vx, vy, D, N);
+        b.swiglu(&mut p, vx, vy, D, N, vx);
+        b.sigmoid_gate(&mut p, vx, vy, D, N);
+        b.rotary_table(&mut p, &self.heads[0], 1.0, rows, View::of(&self.parts, 2 * HEADS));
+        let table = View::of(&self.parts, 2 * HEADS);
+        let shape = [HEADS, d_head, 2 * HEADS];
+        b.rope(&mut p, vx, shape, table, Pairing::Adjacent, N);
+        let args = Attention {
+            q: vx,
+            k: vy,
+            v: vy,
+            k_cache: &self.caches[0],
+            v_cache: &self.caches[1],
+            n_heads: HEADS,
+            n_kv_heads: HEADS,
+            d_head,
+            scale: 1.0,
+        };
+        b.attention(&mut p, &args, rows, vx);
+        b.causal_conv(&mut p, vx, &self.taps, &self.state, rows, vy);
+        let gates = self.choices.each_ref().map(|buf| View { buf, offset: 0, stride: 1 });
+        b.delta_gate(&mut p, gates[0], gates[1], [&self.heads[0], &self.heads[1]], 1);
+        let args = DeltaStep {
+            q: vx,
+            k: vx,
+            v: vy,
+            decay: View::of(&self.parts, HEADS),
+            beta: View::of(&self.parts, HEADS),
+            state: &self.state,
+            n_key_heads: HEADS,
+            n_value_heads: HEADS,
+            d_key: d_head,
+            d_value: d_head,
+        };
+        b.delta_step(&mut p, &args, rows, vy);
+        b.gated_norm(&mut p, vx, vy, &self.vector, HEADS, 1e-6, Gate::Silu, N);
+        let [ids, weights] = &self.choices;
+        let router = Router::Softmax { renormalise: true };
+        let routed = b.route(&mut p, vx, [EXPERTS, TOP_K], router, N, [ids, weights]);
+        p.read_routes(&routed, &mut self.routes).expect("the processor is not lost");
+        let args = MoeFfn { x: vx, routed: &routed, layout: &self.layout, slab: &self.slab };
+        b.moe_ffn(&mut p, &args, Experts::Ready(&mut self.ready), &self.parts);
+        p.submit();
+        b.moe_ffn(&mut p, &args, Experts::Resident { first_slot: 0 }, &self.parts);
+        let shared = Shared { x: vy, gate: Some(View::of(weights, 1)) };
+        b.moe_join(&mut p, &routed, &self.parts, Some(shared), D, vx);
+        b.select_outputs(&mut p, vx, D, rows, 0, 1, vy);
+        let mut some = [0.0; 7];
+        p.read(x, 3..10, &mut some).expect("the processor is not lost");
+    }
+
+    /// Experts that arrive.
+    fn arrive(&mut self) {
+        let pin: Arc<()> = Arc::new(());
+        let experts = 0..EXPERTS as u32;
+        self.ready.extend(experts.map(|e| Ready::new(e, e, pin.clone())));
+    }
+}
+
+/// The only test of this binary: others would allocate beside it.
+#[test]
+fn no_verb_allocates_after_prepare() {
+    for (activations, encoding) in [
+        (Activations::Auto, Encoding::Q4G64),
+        (Activations::F32, Encoding::Q8),
+        (Activations::I8, Encoding::Bf16),
+    ] {
+        let mut step = Step::new(activations, encoding, 3);
+        let limits = Limits {
+            rows: N,
+            d_in: D,
+            top_k: TOP_K,
+            d_expert: D_EXPERT,
+            d_model: D,
+            n_experts: EXPERTS,
+            context_tokens: 2 * PAGE_TOKENS,
+            n_heads: HEADS,
+            d_head: D / HEADS,
+        };
+        step.b.prepare(&limits);
+        step.routes.set(TOP_K, |ids| ids.resize(N * TOP_K, 0));
+        for round in 0..3 {
+            step.arrive();
+            let before = ALLOCATIONS.load(SeqCst);
+            step.run();
+            let count = ALLOCATIONS.load(SeqCst) - before;
+            assert_eq!(count, 0, "round {round}, {activations}, {encoding}");
+        }
+    }
+    let before = ALLOCATIONS.load(SeqCst);
+    drop(vec![0u8; 100]);
+    assert!(ALLOCATIONS.load(SeqCst) > before, "the counter counts");
+}

@@ -1,0 +1,5 @@
+//! The CPU backend through its public face.
+
+mod bits;
+mod conformance;
+mod workload;

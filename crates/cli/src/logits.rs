@@ -1,0 +1,95 @@
+//! `snowmelt logits`: the logits of every position, for tests and studies.
+
+use crate::interrupt::{self, Stoppable, Unfinished};
+use crate::model::{self, ModelArg};
+use crate::options::EngineArgs;
+use crate::output::{Ui, Unit};
+use crate::{input, run};
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use serde_json::json;
+use snowmelt_engine::Outputs;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Write the logits of every position of a sequence
+///
+/// FILE becomes a safetensors file with one f32 tensor `logits` of shape [tokens,
+/// vocabulary]; row t holds the logits after tokens 0 to t. It is written row by
+/// row under another name and renamed when complete.
+#[derive(Debug, Args)]
+#[command(override_usage = "snowmelt logits [OPTIONS] --ids FILE --out FILE MODEL")]
+pub(crate) struct LogitsArgs {
+    #[command(flatten)]
+    model: ModelArg,
+    /// Token ids as a JSON array; `-` is stdin
+    #[arg(long, value_name = "FILE")]
+    ids: PathBuf,
+    /// Where to write
+    #[arg(short, long, value_name = "FILE")]
+    out: PathBuf,
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+pub(crate) fn run(args: &LogitsArgs, ui: Ui) -> Result<ExitCode> {
+    let checkpoint = model::open(args.model.get()?, ui)?;
+    let ids = input::ids(&args.ids)?;
+    ensure!(!ids.is_empty(), "`{}` holds no token ids", args.ids.display());
+    let mut engine = run::open_engine(&args.engine, &checkpoint, Some(ids.len()), ui)?;
+    let (n_vocab, rows) = (engine.census().n_vocab, engine.plan().rows);
+    let session = engine.session()?;
+    let (unfinished, mut out) = create(&args.out, ids.len(), n_vocab)?;
+    let stoppable = Stoppable::begin();
+    let bar = ui.bar(ids.len() as u64, "computing", Unit::Things("tokens"));
+    let mut row = Vec::with_capacity(n_vocab * 4);
+    for chunk in ids.chunks(rows) {
+        let mut written = Ok(());
+        engine.step_one(session, chunk, Outputs::All, &mut |_, logits| {
+            row.clear();
+            row.extend(logits.iter().flat_map(|logit| logit.to_le_bytes()));
+            if written.is_ok() {
+                written = out.write_all(&row);
+            }
+        })?;
+        written.with_context(|| could_not_write(unfinished.path()))?;
+        bar.inc(chunk.len() as u64);
+        if stoppable.is_asked() {
+            return Ok(ExitCode::from(interrupt::EXIT));
+        }
+    }
+    bar.finish_and_clear();
+    let file = out.into_inner().map_err(std::io::IntoInnerError::into_error);
+    file.and_then(|file| file.sync_all()).with_context(|| could_not_write(unfinished.path()))?;
+    unfinished.keep_as(&args.out).with_context(|| could_not_write(&args.out))?;
+    ui.note(format_args!("wrote {} rows of {n_vocab} to {}", ids.len(), args.out.display()));
+    Ok(ExitCode::SUCCESS)
+}
+
+fn could_not_write(path: &Path) -> String {
+    format!("could not write `{}`", path.display())
+}
+
+/// Begins the file beside its final place: the header is known before the first row.
+fn create(path: &Path, rows: usize, n_vocab: usize) -> Result<(Unfinished, BufWriter<File>)> {
+    let name = path.file_name().with_context(|| format!("`{}` names no file", path.display()))?;
+    ensure!(!path.is_dir(), "`{}` is a folder, expected the name of a file", path.display());
+    let mut temporary = name.to_owned();
+    temporary.push(format!(".{}.partial", std::process::id()));
+    let temporary = path.with_file_name(temporary);
+    let file = File::create(&temporary).with_context(|| could_not_write(&temporary))?;
+    let unfinished = Unfinished::new(temporary);
+    let bytes = rows * n_vocab * 4;
+    let tensor = json!({ "dtype": "F32", "shape": [rows, n_vocab], "data_offsets": [0, bytes] });
+    let mut header = json!({ "logits": tensor }).to_string().into_bytes();
+    // Readers map the data: it begins at a multiple of eight.
+    header.resize(header.len().next_multiple_of(8), b' ');
+    let mut out = BufWriter::new(file);
+    let length = (header.len() as u64).to_le_bytes();
+    out.write_all(&length)
+        .and_then(|()| out.write_all(&header))
+        .with_context(|| could_not_write(unfinished.path()))?;
+    Ok((unfinished, out))
+}
