@@ -16,6 +16,7 @@ fn main() {
         println!("cargo::rerun-if-changed={}", path.display());
         let name = path.file_name().expect("a file has a name").to_string_lossy().into_owned();
         let path = path.canonicalize().expect("a listed file exists");
+        let path = path.to_str().expect("Rust source is UTF-8, so the checkout's path must be");
         writeln!(code, "    ({name:?}, include_bytes!({path:?})),").expect("memory takes all");
     }
     code.push_str("];\n");

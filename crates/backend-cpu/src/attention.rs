@@ -142,7 +142,8 @@ impl Attend<'_> {
         unsafe {
             std::ptr::write_bytes(self.scratch, 0, n * d);
             for (b, page) in self.rows.pages(sequence).iter().enumerate() {
-                let Some(left) = tokens.checked_sub(b * PAGE_TOKENS).filter(|left| *left > 0) else {
+                let Some(left) = tokens.checked_sub(b * PAGE_TOKENS).filter(|left| *left > 0)
+                else {
                     break;
                 };
                 let count = left.min(PAGE_TOKENS);

@@ -1,6 +1,5 @@
 //! The backend: what is decided at open, and what every verb begins with.
 #![allow(unsafe_code)]
-#![expect(clippy::cast_ptr_alignment, reason = "buffers are aligned to cache lines")]
 
 use crate::buf::CpuBuf;
 use crate::isa::{CpuError, Isa, IsaChoice};
@@ -145,6 +144,11 @@ impl CpuBackend {
     pub fn threads(&self) -> usize {
         self.core.pool.threads()
     }
+
+    /// Bytes of scratch reserved so far. Verbs within the prepared limits never add to it.
+    pub fn scratch_taken(&self) -> usize {
+        self.core.enter().scratch.taken()
+    }
 }
 
 impl fmt::Debug for CpuBackend {
@@ -223,7 +227,6 @@ impl Run<'_> {
     pub(crate) fn reserve(&mut self, sizes: Sizes) {
         self.scratch.reserve(sizes);
     }
-
 }
 
 impl Tools<'_> {
@@ -239,7 +242,12 @@ impl Tools<'_> {
 
     /// Calls `job(thread, share)` on all threads, or on the caller alone where `work` (in element
     /// operations) is small.
-    pub(crate) fn split(&self, units: usize, work: usize, job: impl Fn(usize, Range<usize>) + Sync) {
+    pub(crate) fn split(
+        &self,
+        units: usize,
+        work: usize,
+        job: impl Fn(usize, Range<usize>) + Sync,
+    ) {
         let threads = self.pool.threads();
         if threads == 1 || units < 2 || work < FORK {
             return job(0, 0..units);
@@ -316,11 +324,7 @@ impl Pass for CpuPass {
         Ok(())
     }
 
-    fn read_routes(
-        &mut self,
-        routed: &Routed<CpuBuf>,
-        into: &mut Routes,
-    ) -> Result<(), StepError> {
+    fn read_routes(&mut self, routed: &Routed<CpuBuf>, into: &mut Routes) -> Result<(), StepError> {
         let run = self.core.enter();
         let n = routed.n * routed.top_k;
         let ids = run.floats(&routed.ids, &(0..n));

@@ -1,6 +1,5 @@
 //! Buffers and weights in host memory.
 #![allow(unsafe_code)]
-#![expect(clippy::cast_ptr_alignment, reason = "memory is aligned to cache lines")]
 
 use crate::linear::Matrix;
 use crate::memory::Memory;

@@ -61,7 +61,8 @@ pub(crate) fn round_block(x: &[f32], max: f32) -> (f32, Vec<i32>) {
 #[cfg(test)]
 pub(crate) fn dot_quantised(encoding: Encoding, row: &[u8], x: &[f32], max: f32) -> f32 {
     let (d_in, group) = (x.len(), encoding.group());
-    let bf16 = |at: usize| f32::from_bits(u32::from(u16::from_le_bytes([row[at], row[at + 1]])) << 16);
+    let bf16 =
+        |at: usize| f32::from_bits(u32::from(u16::from_le_bytes([row[at], row[at + 1]])) << 16);
     let (mut acc, mut bias) = (0.0f32, 0.0f32);
     let code_bytes = if encoding == Encoding::Q8 { d_in } else { d_in / 2 };
     let mut group_sum = 0.0f32;
@@ -76,8 +77,8 @@ pub(crate) fn dot_quantised(encoding: Encoding, row: &[u8], x: &[f32], max: f32)
         let g = first / group;
         acc = (d as f32).mul_add(bf16(code_bytes + 2 * g) * s_x, acc);
         let sum = s_x * codes.iter().sum::<i32>() as f32;
-        group_sum = if first % group == 0 { sum } else { group_sum + sum };
-        if encoding != Encoding::Q8 && (first + BLOCK) % group == 0 {
+        group_sum = if first.is_multiple_of(group) { sum } else { group_sum + sum };
+        if encoding != Encoding::Q8 && (first + BLOCK).is_multiple_of(group) {
             bias = bf16(code_bytes + d_in / group * 2 + 2 * g).mul_add(group_sum, bias);
         }
     }

@@ -27,7 +27,7 @@ pub fn memory_read_ceiling(threads: usize, seconds: f64) -> f64 {
     let mut memory = Memory::paged(BYTES, false);
     memory.poison();
     let first = memory.ptr().expose_provenance();
-    let sum = AtomicU64::new(0);
+    let total = AtomicU64::new(0);
     let mut best = f64::INFINITY;
     let end = Instant::now() + Duration::from_secs_f64(seconds);
     while best.is_infinite() || Instant::now() < end {
@@ -36,11 +36,11 @@ pub fn memory_read_ceiling(threads: usize, seconds: f64) -> f64 {
             let share = share(BYTES / 4 / UNIT, thread, threads);
             let from = std::ptr::with_exposed_provenance::<f32>(first);
             let (from, units) = (from.wrapping_add(share.start * UNIT), share.len());
-            dispatch(isa, Sum { from, units, sum: &sum });
+            dispatch(isa, Sum { from, units, total: &total });
         });
         best = best.min(begin.elapsed().as_secs_f64());
     }
-    black_box(sum.into_inner());
+    black_box(total.into_inner());
     BYTES as f64 / best
 }
 
@@ -50,7 +50,7 @@ const UNIT: usize = 8 * LANES;
 struct Sum<'a> {
     from: *const f32,
     units: usize,
-    sum: &'a AtomicU64,
+    total: &'a AtomicU64,
 }
 
 impl Kernel for Sum<'_> {
@@ -65,6 +65,6 @@ impl Kernel for Sum<'_> {
             }
         }
         let sum = acc.map(|acc| s.fold_max(acc)).iter().map(|x| u64::from(x.to_bits())).sum();
-        self.sum.fetch_add(sum, Relaxed);
+        self.total.fetch_add(sum, Relaxed);
     }
 }

@@ -27,11 +27,7 @@ pub(crate) trait Format: 'static {
     /// Unpacks the codes of two blocks.
     unsafe fn codes<S: Simd, A: Activation>(s: S, p: *const u8) -> Self::Codes<S, A>;
     /// Exact products of two blocks.
-    unsafe fn dot<S: Simd, A: Activation>(
-        s: S,
-        codes: Self::Codes<S, A>,
-        x: *const u8,
-    ) -> S::Sums;
+    unsafe fn dot<S: Simd, A: Activation>(s: S, codes: Self::Codes<S, A>, x: *const u8) -> S::Sums;
 }
 
 /// Signed bytes.

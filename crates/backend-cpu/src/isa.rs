@@ -39,8 +39,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    const ALL: [Self; 5] =
-        [Self::Avx512Vnni, Self::Avx512, Self::Avx2, Self::Neon, Self::Scalar];
+    const ALL: [Self; 5] = [Self::Avx512Vnni, Self::Avx512, Self::Avx2, Self::Neon, Self::Scalar];
 
     /// Name, as `bench` prints it.
     pub const fn name(self) -> &'static str {
@@ -109,7 +108,9 @@ impl Isa {
             IsaChoice::Avx512NoVnni => *isa == Self::Avx512,
             IsaChoice::Neon => *isa == Self::Neon,
         });
-        wanted.next().ok_or_else(|| CpuError::Isa { wanted: choice, found: Self::available().collect() })
+        wanted
+            .next()
+            .ok_or_else(|| CpuError::Isa { wanted: choice, found: Self::available().collect() })
     }
 }
 

@@ -4,8 +4,8 @@
 
 use crate::dot::{Brain, Element, Half, Products, Single, WeightRows};
 use crate::gemm::{Activation, Format, Narrow, Q4, Q8, Rows8, TILE, Wide, XRow, tile};
-use crate::quantise::{Quantised, Rounding};
 use crate::isa::Isa;
+use crate::quantise::{Quantised, Rounding};
 use crate::simd::{Kernel, LANES, Registers, Simd, dispatch};
 use crate::view::Mat;
 use snowmelt_weights::Encoding;
@@ -121,12 +121,7 @@ impl Linear<'_> {
     }
 
     /// Calls `job(outputs, x, out)` for tiles of `strip` outputs and at most [`X_ROWS`] rows.
-    fn strips(
-        &self,
-        x: Mat,
-        strip: usize,
-        job: impl Fn(Range<usize>, &[*const f32], &[*mut f32]),
-    ) {
+    fn strips(&self, x: Mat, strip: usize, job: impl Fn(Range<usize>, &[*const f32], &[*mut f32])) {
         let mut from = [std::ptr::null(); X_ROWS];
         let mut to = [std::ptr::null_mut(); X_ROWS];
         for first_row in (0..self.n).step_by(X_ROWS) {
@@ -229,13 +224,7 @@ impl<F: Format, A: Activation> Kernel for Tiles<'_, F, A> {
 impl<F: Format, A: Activation> Tiles<'_, F, A> {
     /// Eight outputs from `first` of `N` rows from `t`.
     #[inline(always)]
-    unsafe fn one<S: Simd, const N: usize>(
-        &self,
-        s: S,
-        w: &Rows8,
-        t: usize,
-        first: usize,
-    ) {
+    unsafe fn one<S: Simd, const N: usize>(&self, s: S, w: &Rows8, t: usize, first: usize) {
         let linear = self.linear;
         let rows: [XRow; N] =
             std::array::from_fn(|j| XRow::of::<F, A>(&self.x, linear.x_row(t + j)));
@@ -356,7 +345,10 @@ mod tests {
                     _ if encoding.is_quantised() => d_in / 2,
                     _ => 0,
                 };
-                row[..codes].iter_mut().step_by(3).for_each(|byte| *byte = (float() * 256.0) as i8 as u8);
+                row[..codes]
+                    .iter_mut()
+                    .step_by(3)
+                    .for_each(|byte| *byte = (float() * 256.0) as i8 as u8);
                 row[..codes].iter_mut().take(2).for_each(|byte| *byte = 0x80);
             }
             Self { encoding, d_out, d_in, n, rows, x }
@@ -434,7 +426,8 @@ mod tests {
                         let wanted = case.wanted(rounding);
                         for isa in Isa::available() {
                             let found = case.run(isa, rounding);
-                            let bits = |all: &[f32]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                            let bits =
+                                |all: &[f32]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
                             assert_eq!(
                                 bits(&found),
                                 bits(&wanted),

@@ -126,7 +126,10 @@ mod tests {
     #[test]
     fn limits_are_kept() {
         const INF: f32 = f32::INFINITY;
-        assert_eq!([exp_one(INF), exp_one(89.0), exp_one(-INF), exp_one(-110.0)], [INF, INF, 0.0, 0.0]);
+        assert_eq!(
+            [exp_one(INF), exp_one(89.0), exp_one(-INF), exp_one(-110.0)],
+            [INF, INF, 0.0, 0.0]
+        );
         assert_eq!([exp_one(0.0), exp_one(-0.0)], [1.0, 1.0]);
         assert!(exp_one(f32::NAN).is_nan() && sigmoid_one(f32::NAN).is_nan());
         assert_eq!([sigmoid_one(INF), sigmoid_one(-INF), sigmoid_one(0.0)], [1.0, 0.0, 0.5]);

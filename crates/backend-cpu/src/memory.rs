@@ -27,7 +27,11 @@ unsafe impl Sync for Memory {}
 impl Memory {
     /// Zeroed bytes.
     pub(crate) fn zeroed(bytes: usize, huge_pages: bool) -> Self {
-        if bytes < MAPPED_FROM { Self::allocated(bytes, LINE) } else { Self::paged(bytes, huge_pages) }
+        if bytes < MAPPED_FROM {
+            Self::allocated(bytes, LINE)
+        } else {
+            Self::paged(bytes, huge_pages)
+        }
     }
 
     /// Zeroed bytes that begin on a page.
@@ -41,7 +45,8 @@ impl Memory {
     }
 
     fn allocated(bytes: usize, align: usize) -> Self {
-        let layout = Layout::from_size_align(bytes.max(1), align).expect("sizes fit the address space");
+        let layout =
+            Layout::from_size_align(bytes.max(1), align).expect("sizes fit the address space");
         // SAFETY: the layout is not empty.
         let ptr = unsafe { alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(ptr) else { handle_alloc_error(layout) };
@@ -111,10 +116,9 @@ mod tests {
     #[test]
     fn memory_is_aligned_and_zero() {
         for bytes in [0, 1, 100, MAPPED_FROM, MAPPED_FROM + 1] {
-            for (memory, align) in [
-                (Memory::zeroed(bytes, false), LINE),
-                (Memory::paged(bytes, true), PAGE),
-            ] {
+            for (memory, align) in
+                [(Memory::zeroed(bytes, false), LINE), (Memory::paged(bytes, true), PAGE)]
+            {
                 assert_eq!(memory.ptr().addr() % align, 0, "{bytes}");
                 // SAFETY: inside the memory.
                 let all = unsafe { std::slice::from_raw_parts(memory.ptr(), bytes) };

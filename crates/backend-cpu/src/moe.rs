@@ -188,7 +188,7 @@ impl Wave<'_> {
                 let x_rows = Some(&self.lists.pair_rows[piece.pairs.clone()]);
                 for &i in which {
                     let linear = Linear::new(piece.matrices[i], x, out[i]);
-                    self.linear(thread, &piece, Linear { x_rows, ..linear });
+                    self.linear(thread, &piece, &Linear { x_rows, ..linear });
                 }
                 if which.contains(&1) {
                     let (rows, columns) = (0..piece.pairs.len(), piece.outputs);
@@ -209,15 +209,15 @@ impl Wave<'_> {
                 let from = piece.pairs.start - self.window.start;
                 let out_rows = Some(&self.lists.pair_outs[piece.pairs.clone()]);
                 let linear = Linear::new(piece.matrices[2], inner.skip(from), out);
-                self.linear(thread, &piece, Linear { out_rows, ..linear });
+                self.linear(thread, &piece, &Linear { out_rows, ..linear });
             });
         });
     }
 
-    fn linear(&self, thread: usize, piece: &Piece, linear: Linear<'_>) {
+    fn linear(&self, thread: usize, piece: &Piece, linear: &Linear<'_>) {
         let (n, outputs) = (piece.pairs.len(), piece.outputs.clone());
         let scratch = self.areas.of(thread);
-        Linear { n, outputs, scratch, ..linear }.compute(self.tools.isa);
+        Linear { n, outputs, scratch, ..linear.clone() }.compute(self.tools.isa);
     }
 
     /// Calls `job` for what falls to a thread: outputs of experts in units of `unit`, so divided

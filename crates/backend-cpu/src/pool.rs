@@ -92,6 +92,7 @@ impl Pool {
         assert!(!shared.running.swap(true, SeqCst), "a job of the pool cannot run another");
         let lasting: *const (dyn Fn(usize) + Sync + '_) = job;
         // SAFETY: erases the lifetime only; no worker touches it after `join`, below.
+        #[expect(clippy::transmute_ptr_to_ptr, reason = "a cast cannot extend the lifetime")]
         let lasting: Job = unsafe { std::mem::transmute(lasting) };
         // SAFETY: invariant 1; the last job was joined and `running` keeps others out.
         unsafe { *shared.job.get() = Some(lasting) };

@@ -262,8 +262,8 @@ impl Kernel for RoundFloats {
 mod tests {
     use super::*;
     use crate::canonical::round_block as canonical;
-    use crate::simd::{Scalar, dispatch};
     use crate::isa::Isa;
+    use crate::simd::{Scalar, dispatch};
 
     fn by_kernel(x: &[f32; 32], max: f32) -> (f32, Vec<i32>) {
         let mut codes = [0; 32];

@@ -54,14 +54,7 @@ impl Conv<'_> {
     }
 
     #[inline(always)]
-    unsafe fn sequence<S: Simd>(
-        &self,
-        s: S,
-        c: usize,
-        n: usize,
-        fixed: usize,
-        rows: Range<usize>,
-    ) {
+    unsafe fn sequence<S: Simd>(&self, s: S, c: usize, n: usize, fixed: usize, rows: Range<usize>) {
         let w = self.w.as_ptr();
         for (i, t) in rows.clone().enumerate() {
             let mut acc = s.zero();

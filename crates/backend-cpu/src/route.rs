@@ -41,7 +41,9 @@ impl Kernel for Route {
                 }
                 if self.renormalise {
                     let sum = weights.iter().fold(0.0, |sum, w| sum + w);
-                    weights.iter_mut().for_each(|w| *w /= sum);
+                    for weight in weights {
+                        *weight /= sum;
+                    }
                 }
             }
         }

@@ -1,6 +1,5 @@
 //! Memory that verbs work in, reserved at open.
 #![allow(unsafe_code)]
-#![expect(clippy::cast_ptr_alignment, reason = "regions are aligned to cache lines")]
 
 use crate::attention::HEADS;
 use crate::canonical::BLOCK;
@@ -147,7 +146,6 @@ impl Scratch {
     }
 
     /// Bytes taken.
-    #[cfg(test)]
     pub(crate) fn taken(&self) -> usize {
         self.memory.bytes()
     }

@@ -90,8 +90,8 @@ impl Backend for CpuBackend {
         unsafe {
             match buf.ty() {
                 BufType::F32 => {
-                    let to = p.cast::<f32>().add(offset);
-                    std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len());
+                    let to = p.add(4 * offset);
+                    std::ptr::copy_nonoverlapping(data.as_ptr().cast(), to, 4 * data.len());
                 }
                 BufType::F16 => narrow(p, offset, data, |x| f16::from_f32(x).to_bits()),
                 BufType::Bf16 => narrow(p, offset, data, |x| bf16::from_f32(x).to_bits()),
@@ -154,14 +154,7 @@ impl Backend for CpuBackend {
         norm(&run, n, &Norm { d, eps, factor, ..Norm::of(x, x, heads) });
     }
 
-    fn linear(
-        &self,
-        _: &mut CpuPass,
-        x: Operand<'_>,
-        w: &CpuWeight,
-        n: usize,
-        out: Operand<'_>,
-    ) {
+    fn linear(&self, _: &mut CpuPass, x: Operand<'_>, w: &CpuWeight, n: usize, out: Operand<'_>) {
         linear(&mut self.core.enter(), x, w, n, out);
     }
 
@@ -372,11 +365,11 @@ impl Backend for CpuBackend {
     ) {
         let mut run = self.core.enter();
         let Routed { n, top_k, .. } = *routed;
-        let (ids, weights) = (run.dense(&routed.ids, n, top_k), run.dense(&routed.weights, n, top_k));
+        let (ids, weights) =
+            (run.dense(&routed.ids, n, top_k), run.dense(&routed.weights, n, top_k));
         let (parts, x) = (run.dense(parts, n * top_k, d), run.mat(x, n, d));
-        let shared = shared.map(|shared| {
-            (run.mat(shared.x, n, d), shared.gate.map(|gate| run.mat(gate, n, 1)))
-        });
+        let shared = shared
+            .map(|shared| (run.mat(shared.x, n, d), shared.gate.map(|gate| run.mat(gate, n, 1))));
         run.reserve(Sizes { thread: thread_floats(0, 0, 0, top_k), ..Sizes::default() });
         let areas = run.scratch.thread_areas();
         run.tools.kernels(n, n * top_k * d, |thread, rows| Join {
@@ -576,9 +569,9 @@ mod tests {
             d_head: 64,
         };
         b.prepare(&limits);
-        assert_eq!(b.core.enter().scratch.taken(), b.scratch_bytes(&limits));
+        assert_eq!(b.scratch_taken(), b.scratch_bytes(&limits));
         b.prepare(&Limits { rows: 1, ..limits });
-        assert_eq!(b.core.enter().scratch.taken(), b.scratch_bytes(&limits));
+        assert_eq!(b.scratch_taken(), b.scratch_bytes(&limits));
     }
 
     #[test]

@@ -200,6 +200,8 @@ fn no_verb_allocates_after_prepare() {
             let before = ALLOCATIONS.load(SeqCst);
             step.run();
             let count = ALLOCATIONS.load(SeqCst) - before;
+            let taken = step.b.scratch_taken();
+            assert_eq!(taken, step.b.scratch_bytes(&limits), "{activations}, {encoding}");
             assert_eq!(count, 0, "round {round}, {activations}, {encoding}");
         }
     }

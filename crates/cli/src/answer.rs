@@ -8,6 +8,7 @@ use anyhow::Result;
 use serde_json::{Value, json};
 use snowmelt_engine::{Engine, Finish, GenerateOptions, Sampler, SessionId, Stats};
 use snowmelt_text::{Detokenizer, StopStrings, Tokenizer};
+use std::fmt::Write as _;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
@@ -77,7 +78,7 @@ impl Numbers {
         );
         if streams {
             let (hits, bytes) = (self.store.hit_rate() * 100.0, read_bytes(&self.store));
-            line.push_str(&format!("; {hits:.1} % expert hits, {} read", Bytes(bytes)));
+            let _ = write!(line, "; {hits:.1} % expert hits, {} read", Bytes(bytes));
         }
         line
     }

@@ -104,9 +104,10 @@ pub(crate) fn run(args: &BenchArgs, ui: Ui) -> Result<ExitCode> {
         };
         let path = path.clone().unwrap_or_else(std::env::temp_dir);
         let found = Ceilings::measure(args.engine.cpu.threads, Some(&path), ui)?;
-        match args.json {
-            true => output::json(&found.json())?,
-            false => output::data(&found.text())?,
+        if args.json {
+            output::json(&found.json())?;
+        } else {
+            output::data(&found.text())?;
         }
         return Ok(ExitCode::SUCCESS);
     };
@@ -185,9 +186,10 @@ fn measure(args: &BenchArgs, name: &str, checkpoint: &Checkpoint, ui: Ui) -> Res
         None => None,
     };
     let report = Report { name, engine: &engine, prompt, generate, rounds, ceilings };
-    match args.json {
-        true => output::json(&report.json())?,
-        false => output::data(&report.text())?,
+    if args.json {
+        output::json(&report.json())?;
+    } else {
+        output::data(&report.text())?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -376,10 +378,8 @@ impl Ceilings {
             line(what, *speed, &how);
         }
         let path = disk.path.display();
-        let _ = match disk.is_temporary {
-            true => writeln!(text, "{:<16} from a new file in {path}", ""),
-            false => writeln!(text, "{:<16} from {path}", ""),
-        };
+        let from = if disk.is_temporary { "from a new file in" } else { "from" };
+        let _ = writeln!(text, "{:<16} {from} {path}", "");
         if !disk.is_direct {
             let _ = writeln!(text, "{:<16} through the page cache: not the speed of a disk", "");
         }

@@ -72,13 +72,10 @@ fn open(files: &[FileSpec]) -> Result<(Box<dyn BlockSource>, bool), StoreError> 
     {
         return Ok((Box::new(source), true));
     }
-    match PreadSource::open(files, &options(ReadMode::Direct)) {
-        Ok(source) => Ok((Box::new(source), true)),
-        Err(_) => {
-            let source = PreadSource::open(files, &options(ReadMode::Buffered))?;
-            Ok((Box::new(source), false))
-        }
+    if let Ok(source) = PreadSource::open(files, &options(ReadMode::Direct)) {
+        return Ok((Box::new(source), true));
     }
+    Ok((Box::new(PreadSource::open(files, &options(ReadMode::Buffered))?), false))
 }
 
 /// Small, fast and good enough to scatter reads and to fill files that do not compress.
@@ -146,7 +143,9 @@ fn write_file(folder: &Path, ui: Ui) -> Result<Unfinished> {
     let mut block = vec![0; 4 << 20];
     for _ in 0..FILE_BYTES / block.len() as u64 {
         let (words, _) = block.as_chunks_mut::<8>();
-        words.iter_mut().for_each(|word| *word = scatter.next().to_le_bytes());
+        for word in words {
+            *word = scatter.next().to_le_bytes();
+        }
         file.write_all(&block).with_context(could_not)?;
         bar.inc(block.len() as u64);
     }

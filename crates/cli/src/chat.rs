@@ -160,6 +160,7 @@ impl Chat {
     }
 
     fn command(&mut self, line: &str) -> std::ops::ControlFlow<()> {
+        let line = line.trim();
         let (name, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
         match (name, rest.trim()) {
             ("/bye" | "/exit" | "/quit", _) => return std::ops::ControlFlow::Break(()),
@@ -303,10 +304,8 @@ impl Lines {
                 continue;
             }
             self.remember(&text);
-            return Ok(match text.starts_with('/') {
-                true => Next::Command(text.trim().to_owned()),
-                false => Next::Say(text),
-            });
+            let is_command = text.starts_with('/');
+            return Ok(if is_command { Next::Command(text) } else { Next::Say(text) });
         }
     }
 

@@ -30,9 +30,10 @@ pub(crate) fn run(args: &InspectArgs, ui: Ui) -> Result<ExitCode> {
     let name = args.model.get()?;
     let checkpoint = model::open(name, ui)?;
     let facts = Facts::new(name, &checkpoint)?;
-    match args.json {
-        true => output::json(&facts.json())?,
-        false => output::data(&facts.text(ui.is_verbose()))?,
+    if args.json {
+        output::json(&facts.json())?;
+    } else {
+        output::data(&facts.text(ui.is_verbose()))?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -41,7 +41,7 @@ fn main() -> ExitCode {
             return ExitCode::from(error.exit_code() as u8);
         }
     };
-    let ui = Ui::new(&cli.globals);
+    let ui = Ui::new(cli.globals);
     if let Err(error) = interrupt::install() {
         ui.warn(format_args!("Ctrl-C will not be handled: {error}"));
     }

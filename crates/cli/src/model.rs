@@ -80,9 +80,10 @@ fn unknown(name: &str) -> anyhow::Error {
         [] => String::new(),
         names => format!("\nhint: did you mean {}?", names.join(" or ")),
     };
-    let built_in = match tiny::is_built_in() {
-        true => "or `tiny`, the one inside this program",
-        false => "this program was built without one inside",
+    let built_in = if tiny::is_built_in() {
+        "or `tiny`, the one inside this program"
+    } else {
+        "this program was built without one inside"
     };
     anyhow!(
         "there is no model `{name}`{hint}\nhint: MODEL is the folder of a model on this machine, \

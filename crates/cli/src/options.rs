@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use snowmelt_backend::BufType;
 use snowmelt_backend_cpu::{Activations, CpuBackend, CpuOptions};
 use snowmelt_engine::{Engine, EngineOptions, Io, Residency, Size, available_memory};
-use snowmelt_weights::{Checkpoint, Encoding};
+use snowmelt_weights::{Checkpoint, Encoding, Packed};
 
 /// The backend that this binary runs on.
 pub(crate) type Cpu = CpuBackend;
@@ -202,7 +202,7 @@ pub(crate) fn residency_line(plan: &snowmelt_engine::Plan) -> String {
 /// Whether any weight is stored in blocks of integers.
 pub(crate) fn is_quantised(checkpoint: &Checkpoint) -> bool {
     let trunk = checkpoint.tensors().filter_map(|tensor| tensor.encoding);
-    let layers = checkpoint.packed().map(|packed| packed.expert_layers()).unwrap_or_default();
+    let layers = checkpoint.packed().map(Packed::expert_layers).unwrap_or_default();
     let experts = layers.iter().flat_map(|layer| layer.pieces.iter().map(|piece| piece.encoding));
     trunk.chain(experts).any(Encoding::is_quantised)
 }

@@ -45,11 +45,17 @@ pub(crate) enum Unit {
     Things(&'static str),
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Loudness {
+    Quiet,
+    Normal,
+    Verbose,
+}
+
 /// How the user wants to be talked to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ui {
-    quiet: bool,
-    verbose: bool,
+    loudness: Loudness,
     color: bool,
     bars: bool,
 }
@@ -60,7 +66,7 @@ const DIM: &str = "\x1b[2m";
 const RESET: &str = "\x1b[0m";
 
 impl Ui {
-    pub(crate) fn new(globals: &Globals) -> Self {
+    pub(crate) fn new(globals: Globals) -> Self {
         let is_terminal = io::stderr().is_terminal();
         let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
         let color = match globals.color {
@@ -72,12 +78,17 @@ impl Ui {
             }
         };
         let bars = is_terminal && !globals.no_progress && !globals.quiet;
-        Self { quiet: globals.quiet, verbose: globals.verbose, color, bars }
+        let loudness = match (globals.quiet, globals.verbose) {
+            (true, _) => Loudness::Quiet,
+            (false, false) => Loudness::Normal,
+            (false, true) => Loudness::Verbose,
+        };
+        Self { loudness, color, bars }
     }
 
     /// Whether more is to be said.
     pub(crate) fn is_verbose(self) -> bool {
-        self.verbose
+        self.loudness == Loudness::Verbose
     }
 
     fn painted(self, color: &'static str) -> (&'static str, &'static str) {
@@ -86,7 +97,7 @@ impl Ui {
 
     /// Something worth knowing.
     pub(crate) fn note(self, text: impl Display) {
-        if !self.quiet {
+        if self.loudness != Loudness::Quiet {
             let (on, off) = self.painted(DIM);
             say(format_args!("{on}{text}{off}"));
         }
@@ -94,7 +105,7 @@ impl Ui {
 
     /// Something that only `-v` shows.
     pub(crate) fn detail(self, text: impl Display) {
-        if self.verbose {
+        if self.is_verbose() {
             self.note(text);
         }
     }

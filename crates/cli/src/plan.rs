@@ -41,9 +41,10 @@ pub(crate) fn run(args: &PlanArgs, ui: Ui) -> Result<ExitCode> {
     let planner = Planner { checkpoint: &checkpoint, backend: &backend, census: &census, options };
     let plan = planner.plan(planner.options.memory_bytes)?;
     let rows = planner.table(&plan);
-    match args.json {
-        true => output::json(&report(&plan, &rows))?,
-        false => output::data(&describe(&plan, &rows))?,
+    if args.json {
+        output::json(&report(&plan, &rows))?;
+    } else {
+        output::data(&describe(&plan, &rows))?;
     }
     Ok(ExitCode::SUCCESS)
 }

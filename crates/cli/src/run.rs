@@ -116,14 +116,12 @@ impl Ready {
             }
             result => result?,
         };
-        let template = match by_ids || args.raw {
-            true => None,
-            false => model::template(&checkpoint)?,
-        };
+        let template = if by_ids || args.raw { None } else { model::template(&checkpoint)? };
         let generation_config = model::generation_config(&checkpoint)?;
-        let stop_ids = match args.sampling.ignore_eos {
-            true => Vec::new(),
-            false => end_of_text(generation_config.as_ref(), checkpoint.config()),
+        let stop_ids = if args.sampling.ignore_eos {
+            Vec::new()
+        } else {
+            end_of_text(generation_config.as_ref(), checkpoint.config())
         };
         let generate = GenerateOptions { tokens_max: args.sampling.max_tokens, stop_ids };
         Ok(Self { checkpoint, tokenizer, template, generation_config, generate })
@@ -138,18 +136,16 @@ impl Ready {
         let mut messages = Vec::new();
         messages.extend(args.system.as_deref().map(|text| Message::new("system", text)));
         messages.push(Message::new("user", text));
-        match &self.template {
-            Some(template) => encode_chat(tokenizer, template, &messages),
-            None => {
-                if !args.raw {
-                    ui.note("this model has no chat template: it continues the prompt as it is");
-                }
-                if args.system.is_some() {
-                    ui.warn("without a chat template `--system` has no effect");
-                }
-                Ok(tokenizer.encode_with(text, Specials::Parse, true)?)
-            }
+        if let Some(template) = &self.template {
+            return encode_chat(tokenizer, template, &messages);
         }
+        if !args.raw {
+            ui.note("this model has no chat template: it continues the prompt as it is");
+        }
+        if args.system.is_some() {
+            ui.warn("without a chat template `--system` has no effect");
+        }
+        Ok(tokenizer.encode_with(text, Specials::Parse, true)?)
     }
 }
 
@@ -240,13 +236,14 @@ impl Shown {
     }
 
     fn end(&mut self, is_text: bool) -> Result<()> {
-        match (self.json, is_text, self.ids) {
-            (true, _, _) => Ok(()),
-            (false, false, 0) => output::data("[]\n"),
-            (false, false, _) => output::data("]\n"),
-            (false, true, _) if self.is_line_open => output::data("\n"),
-            (false, true, _) => Ok(()),
-        }
+        let end = match (is_text, self.ids) {
+            _ if self.json => "",
+            (true, _) if self.is_line_open => "\n",
+            (true, _) => "",
+            (false, 0) => "[]\n",
+            (false, _) => "]\n",
+        };
+        output::data(end)
     }
 }
 

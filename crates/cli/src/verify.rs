@@ -6,6 +6,7 @@ use crate::size::Bytes;
 use anyhow::Result;
 use clap::Args;
 use snowmelt_weights::{VerifyReport, WeightsError, verify};
+use std::fmt::Write as _;
 use std::process::ExitCode;
 
 /// Check every byte of a packed model against its digests
@@ -80,7 +81,7 @@ fn describe(name: &str, report: &VerifyReport) -> String {
     );
     if !report.unlisted.is_empty() {
         let names = report.unlisted.join(", ");
-        text.push_str(&format!("not part of the model: {names}\n"));
+        let _ = writeln!(text, "not part of the model: {names}");
     }
     text
 }

@@ -46,8 +46,8 @@ pub(crate) struct AddedTokens {
     special_ids: HashSet<u32>,
     /// The token that the model puts where it has none.
     unknown: Option<u32>,
-    /// Lengths in bytes of the tokens that begin with a byte, longest first.
-    lengths: HashMap<u8, Vec<usize>>,
+    /// For each byte the lengths of the tokens that begin with it, longest first.
+    lengths: Vec<Vec<usize>>,
     length_max: usize,
     prefixes: Parts,
     suffixes: Parts,
@@ -68,17 +68,17 @@ impl AddedTokens {
             .into_iter()
             .filter(|added| !added.token.content.is_empty())
             .partition(|added| added.token.special || !added.token.content.trim().is_empty());
-        let mut lengths: HashMap<u8, Vec<usize>> = HashMap::new();
+        let mut lengths = vec![Vec::new(); 256];
         let (mut prefixes, mut suffixes) = (Parts::new(), Parts::new());
         for Added { token, .. } in &tokens {
             let content = &token.content;
-            (lengths.entry(content.as_bytes()[0]).or_default()).push(content.len());
+            lengths[usize::from(content.as_bytes()[0])].push(content.len());
             for (at, _) in content.char_indices().skip(1) {
                 *prefixes.entry(content[..at].to_owned()).or_default() |= token.special;
                 *suffixes.entry(content[at..].to_owned()).or_default() |= token.special;
             }
         }
-        for list in lengths.values_mut() {
+        for list in &mut lengths {
             list.sort_unstable_by(|a, b| b.cmp(a));
             list.dedup();
         }
@@ -86,7 +86,11 @@ impl AddedTokens {
             by_text: (tokens.iter().enumerate())
                 .map(|(index, added)| (added.token.content.clone(), index))
                 .collect(),
-            by_id: (tokens.iter().enumerate()).map(|(index, added)| (added.id, index)).collect(),
+            special_ids: (tokens.iter())
+                .filter(|added| added.token.special)
+                .map(|added| added.id)
+                .collect(),
+            unknown,
             length_max: (tokens.iter()).map(|added| added.token.content.len()).max().unwrap_or(0),
             tokens,
             plain,
@@ -120,12 +124,8 @@ impl AddedTokens {
         from: usize,
         mut accept: impl FnMut(&Found) -> bool,
     ) -> Option<Found> {
-        let bytes = text.as_bytes();
-        for start in from..bytes.len() {
-            let Some(lengths) = self.lengths.get(&bytes[start]) else {
-                continue;
-            };
-            for &length in lengths {
+        for (start, &byte) in text.as_bytes().iter().enumerate().skip(from) {
+            for &length in &self.lengths[usize::from(byte)] {
                 let Some(&index) =
                     text.get(start..start + length).and_then(|part| self.by_text.get(part))
                 else {
@@ -200,7 +200,7 @@ impl LiteralEngine {
         let lead = unused_chars(&[text])
             .next()
             .ok_or("every private-use character of plane 15 is taken")?;
-        guarded(|| Ok(Self::build(base, added, lead)?))
+        guarded(|| Self::build(base, added, lead))
     }
 
     fn build(base: &Engine, added: &AddedTokens, lead: char) -> tokenizers::Result<Self> {
@@ -320,7 +320,17 @@ pub(crate) fn unused_chars(texts: &[&str]) -> impl Iterator<Item = char> {
 
 /// How template filters may spell a private-use character instead of passing it on.
 pub(crate) fn escapes(c: char) -> [String; 2] {
-    let mut units = [0_u16; 2];
-    let json = (c.encode_utf16(&mut units).iter()).map(|unit| format!("\\u{unit:04x}")).collect();
+    let mut json = String::new();
+    push_json_escape(&mut json, c);
     [json, c.escape_unicode().to_string()]
+}
+
+/// Writes a character as JSON escapes it in ASCII.
+pub(crate) fn push_json_escape(out: &mut String, c: char) {
+    for unit in c.encode_utf16(&mut [0; 2]) {
+        out.push_str("\\u");
+        for shift in [12, 8, 4, 0] {
+            out.extend(char::from_digit(u32::from(*unit >> shift & 0xf), 16));
+        }
+    }
 }

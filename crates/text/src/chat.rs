@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use serde_json::{Map, Value as Json};
 
-use crate::added::{AddedTokens, Found, escapes, unused_chars};
+use crate::added::{AddedTokens, escapes, unused_chars};
 use crate::error::TextError;
 use crate::template::{ChatTemplate, Message, RenderOptions, message_json};
 use crate::tokenizer::Tokenizer;

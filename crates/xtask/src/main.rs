@@ -2,12 +2,15 @@
 #![forbid(unsafe_code)]
 
 mod ci;
+mod equality;
 mod fixtures;
+mod memory;
 mod neon;
 mod policy;
 mod project;
 mod safetensors;
 mod spdx;
+mod synth;
 mod tidy;
 
 use clap::{Parser, Subcommand};
@@ -30,6 +33,12 @@ enum Command {
     Neon(neon::Options),
     /// Makes `fixtures/` from the reference models in `../shared/oracle`
     Fixtures(fixtures::Options),
+    /// Runs the full product of settings that must not change a logit
+    Equality,
+    /// Measures the memory promise in a cgroup
+    Memory(memory::Options),
+    /// Makes a model of any size with random weights
+    Synth(synth::Options),
 }
 
 fn main() -> ExitCode {
@@ -38,6 +47,9 @@ fn main() -> ExitCode {
         Command::Ci => ci::run(),
         Command::Neon(options) => neon::run(&options),
         Command::Fixtures(options) => fixtures::run(&options),
+        Command::Equality => equality::run(),
+        Command::Memory(options) => memory::run(&options),
+        Command::Synth(options) => synth::run(&options),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

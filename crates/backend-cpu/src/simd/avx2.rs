@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C: two registers for sixteen lanes.
 #![allow(unsafe_code)]
-#![expect(clippy::cast_ptr_alignment, reason = "every load and store is unaligned")]
+#![expect(clippy::wildcard_imports, reason = "a prefix names the intrinsics")]
 
 use super::{Kernel, Params, Registers, Simd};
 use std::arch::x86_64::*;
@@ -316,7 +316,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn h_store(self, p: *mut f32, a: __m256) {
-        simd!(_mm256_storeu_ps(p, a))
+        simd!(_mm256_storeu_ps(p, a));
     }
 
     #[inline(always)]

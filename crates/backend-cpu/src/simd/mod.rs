@@ -175,6 +175,7 @@ unsafe fn params(rows: &[*const u8; 8], count: usize, out: &mut Params) {
 /// Work compiled once for each instruction set. `run` is `inline(always)`, as is all it calls.
 pub(crate) trait Kernel {
     /// Whether it forms integer products, so that VNNI makes a difference.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "VNNI is of x86"))]
     const INTEGERS: bool = false;
 
     /// Does the work.

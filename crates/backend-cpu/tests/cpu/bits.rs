@@ -11,7 +11,8 @@ fn results(isa: IsaChoice, threads: usize, activations: Activations) -> Results 
 fn assert_equal(wanted: &Results, found: &Results, what: &str) {
     assert_eq!(wanted.len(), found.len());
     for ((name, wanted), (_, found)) in wanted.iter().zip(found) {
-        let differs = |(a, b): (&f32, &f32)| a.to_bits() != b.to_bits() && !(a.is_nan() && b.is_nan());
+        let differs =
+            |(a, b): (&f32, &f32)| a.to_bits() != b.to_bits() && !(a.is_nan() && b.is_nan());
         let first = wanted.iter().zip(found).position(differs);
         if let Some(i) = first {
             panic!("{name} with {what}: element {i} is {:e}, not {:e}", found[i], wanted[i]);
@@ -49,9 +50,12 @@ fn threads_change_no_bit() {
 
 #[test]
 fn the_two_ways_of_experts_agree() {
-    for (name, values) in results(IsaChoice::Auto, 2, Activations::Auto).windows(2).filter_map(|w| {
-        (w[1].0 == "moe_ffn resident").then(|| (w[0].0.clone(), [w[0].1.clone(), w[1].1.clone()]))
-    }) {
+    for (name, values) in
+        results(IsaChoice::Auto, 2, Activations::Auto).windows(2).filter_map(|w| {
+            (w[1].0 == "moe_ffn resident")
+                .then(|| (w[0].0.clone(), [w[0].1.clone(), w[1].1.clone()]))
+        })
+    {
         assert_eq!(values[0], values[1], "{name}");
     }
 }

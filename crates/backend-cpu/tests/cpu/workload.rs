@@ -43,7 +43,8 @@ impl<'a> Workload<'a> {
 
     fn random(&mut self, len: usize) -> Vec<f32> {
         let mut next = || {
-            self.seed = self.seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            self.seed =
+                self.seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (self.seed >> 40) as f32 / (1 << 23) as f32 - 1.0
         };
         (0..len).map(|_| next() + next() * next()).collect()
@@ -254,10 +255,8 @@ impl<'a> Workload<'a> {
         let pin: Arc<()> = Arc::new(());
         // Two goes, in no order.
         for which in [&[7u32, 0, 3, 9][..], &[10, 1, 2, 4, 5, 6, 8]] {
-            let mut ready = which
-                .iter()
-                .map(|e| Ready::new(*e, *e, pin.clone()))
-                .collect::<Vec<_>>();
+            let mut ready =
+                which.iter().map(|e| Ready::new(*e, *e, pin.clone())).collect::<Vec<_>>();
             self.b.moe_ffn(&mut self.p, &args, Experts::Ready(&mut ready), &parts);
         }
         self.keep(format!("moe_ffn {gate:?}"), &parts);

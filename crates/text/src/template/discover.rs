@@ -54,7 +54,7 @@ fn jinja_source(bytes: &[u8]) -> Result<(String, String), TextError> {
             let before = &bytes[..error.valid_up_to()];
             Err(TextError::TemplateSyntax {
                 origin: JINJA.to_owned(),
-                line: before.iter().filter(|&&byte| byte == b'\n').count() + 1,
+                line: before.split(|&byte| byte == b'\n').count(),
                 reason: "expected UTF-8 text, found other bytes".to_owned(),
             })
         }

@@ -296,6 +296,7 @@ fn on_large_stack<T: Send>(
 #[error("{0}")]
 struct Raised(String);
 
+#[expect(clippy::needless_pass_by_value, reason = "a function of a template owns its arguments")]
 fn raise_exception(message: Value) -> Result<Value, Error> {
     let message = message.to_string();
     Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))

@@ -4,6 +4,8 @@ use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State, Value};
 use serde_json::Value as Json;
 
+use crate::added::push_json_escape;
+
 /// Deepest nesting written out; JSON input is limited to 128 levels when parsed.
 const DEPTH_MAX: usize = 256;
 
@@ -113,7 +115,9 @@ fn quote(out: &mut String, text: &str) {
             '\\' => out.push_str("\\\\"),
             c if c == quote => out.extend(['\\', c]),
             c if c < ' ' || ('\u{7f}'..='\u{a0}').contains(&c) || c == '\u{ad}' => {
-                out.push_str(&format!("\\x{:02x}", c as u32));
+                out.push_str("\\x");
+                let digit = |value| char::from_digit(value, 16);
+                out.extend(digit(c as u32 >> 4).into_iter().chain(digit(c as u32 & 0xf)));
             }
             c => out.push(c),
         }
@@ -191,6 +195,7 @@ struct Style {
 
 /// The `tojson` filter of `transformers`: `json.dumps` with non-ASCII text as it is, and no HTML
 /// escapes.
+#[expect(clippy::needless_pass_by_value, reason = "a filter owns its arguments")]
 pub(super) fn tojson(
     state: &State,
     value: &Value,
@@ -337,9 +342,7 @@ fn write_json_string(out: &mut String, text: &str, ensure_ascii: bool) {
             '\u{8}' => out.push_str("\\b"),
             '\u{c}' => out.push_str("\\f"),
             c if c < ' ' || ensure_ascii && c > '~' => {
-                for unit in c.encode_utf16(&mut [0; 2]) {
-                    out.push_str(&format!("\\u{unit:04x}"));
-                }
+                push_json_escape(out, c);
             }
             c => out.push(c),
         }
