@@ -1,5 +1,6 @@
 //! Buffers and weights in host memory.
 #![allow(unsafe_code)]
+#![allow(clippy::cast_ptr_alignment, reason = "memory is aligned to cache lines")]
 
 use crate::linear::Matrix;
 use crate::memory::Memory;

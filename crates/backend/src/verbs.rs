@@ -45,6 +45,11 @@ impl<'a, Buf> View<'a, Buf> {
         Self { buf, offset: 0, stride: width }
     }
 
+    /// One row for every `t`: an input that all rows share.
+    pub fn row(buf: &'a Buf) -> Self {
+        Self { buf, offset: 0, stride: 0 }
+    }
+
     /// The same rows, beginning `columns` further to the right.
     #[must_use]
     pub fn column(self, columns: usize) -> Self {
@@ -419,7 +424,7 @@ pub trait Backend: Sized + 'static {
         out: View<'_, Self::Buf>,
     );
 
-    /// `x += y`; `x, y: [n, width]`
+    /// `x += y`; `x, y: [n, width]`. `y` may be one row for all ([`View::row`]), a bias.
     fn add(
         &self,
         p: &mut Self::Pass,

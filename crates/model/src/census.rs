@@ -172,6 +172,10 @@ impl Loader for CensusLoader<'_> {
         Ok(())
     }
 
+    fn bias(&mut self, name: &str, len: usize, _: &[Range<usize>]) -> Result<()> {
+        self.vector(name, len, 0.0)
+    }
+
     fn constants(&mut self, values: &[f32]) {
         self.constant_bytes += values.len() * 4;
     }

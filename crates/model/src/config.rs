@@ -92,6 +92,8 @@ pub(crate) struct Heads {
     pub(crate) n_heads: usize,
     pub(crate) n_kv_heads: usize,
     pub(crate) d_head: usize,
+    /// Whether q, k, v and o have biases.
+    pub(crate) biased: bool,
 }
 
 impl Heads {
@@ -104,10 +106,8 @@ impl Heads {
             Some(d_head) => positive("head_dim", d_head)?,
             None => multiple("hidden_size", d_model, "num_attention_heads", n_heads)? / n_heads,
         };
-        if text.opt_bool("attention_bias")?.unwrap_or(false) {
-            return refuse("attention_bias", true, "`false`");
-        }
-        Ok(Self { n_heads, n_kv_heads, d_head })
+        let biased = text.opt_bool("attention_bias")?.unwrap_or(false);
+        Ok(Self { n_heads, n_kv_heads, d_head, biased })
     }
 }
 

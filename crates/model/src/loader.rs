@@ -3,7 +3,7 @@
 use crate::config::Result;
 use crate::error::ModelError;
 use crate::experts::{self, ExpertShape, ExpertTable};
-use snowmelt_backend::{Backend, BufType, ExpertLayout, Limits};
+use snowmelt_backend::{Backend, BufType, ExpertLayout, Limits, Pass};
 use snowmelt_weights::{Checkpoint, Encoding, TensorInfo};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -166,6 +166,13 @@ pub trait Loader {
     /// When the tensor is missing, has another shape, or cannot be read.
     fn vector(&mut self, name: &str, len: usize, plus: f32) -> Result<Self::Weight>;
 
+    /// A vector to be added to rows, as f32; `rows`: the order in which its elements are wanted, as
+    /// stored where empty.
+    ///
+    /// # Errors
+    /// When the tensor is missing, has another shape, or cannot be read.
+    fn bias(&mut self, name: &str, len: usize, rows: &[Range<usize>]) -> Result<Self::Buf>;
+
     /// A computed vector.
     fn constants(&mut self, values: &[f32]) -> Self::Weight;
 
@@ -238,6 +245,15 @@ impl<'a, B: Backend> WeightLoader<'a, B> {
         Ok(())
     }
 
+    fn values(&mut self, name: &str, len: usize) -> Result<Vec<f32>> {
+        let (info, encoding) = self.tensors.require(name, &[len])?;
+        let mut bytes = vec![0; encoding.row_bytes(len)];
+        self.tensors.checkpoint.read(info.file, info.offset, &mut bytes)?;
+        let mut values = vec![0.0; len];
+        encoding.decode_row(&bytes, &mut values);
+        Ok(values)
+    }
+
     fn from_values(&self, values: &[f32]) -> B::Weight {
         let mut weight = self.backend.alloc_weight(Encoding::F32, 1, values.len());
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
@@ -276,13 +292,22 @@ impl<B: Backend> Loader for WeightLoader<'_, B> {
     }
 
     fn vector(&mut self, name: &str, len: usize, plus: f32) -> Result<B::Weight> {
-        let (info, encoding) = self.tensors.require(name, &[len])?;
-        let mut bytes = vec![0; encoding.row_bytes(len)];
-        self.tensors.checkpoint.read(info.file, info.offset, &mut bytes)?;
-        let mut values = vec![0.0; len];
-        encoding.decode_row(&bytes, &mut values);
+        let mut values = self.values(name, len)?;
         values.iter_mut().for_each(|value| *value += plus);
         Ok(self.from_values(&values))
+    }
+
+    fn bias(&mut self, name: &str, len: usize, rows: &[Range<usize>]) -> Result<B::Buf> {
+        let stored = self.values(name, len)?;
+        let values = match rows {
+            [] => stored,
+            rows => rows.iter().flat_map(|range| stored[range.clone()].to_vec()).collect(),
+        };
+        let buf = self.backend.alloc(len, BufType::F32);
+        let mut pass = self.backend.begin();
+        self.backend.write(&mut pass, &buf, 0, &values);
+        pass.submit();
+        Ok(buf)
     }
 
     fn constants(&mut self, values: &[f32]) -> B::Weight {

@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C: two registers for sixteen lanes.
 #![allow(unsafe_code)]
-#![expect(clippy::wildcard_imports, reason = "a prefix names the intrinsics")]
+#![allow(clippy::wildcard_imports, reason = "a prefix names the intrinsics")]
 
 use super::{Kernel, Params, Registers, Simd};
 use std::arch::x86_64::*;

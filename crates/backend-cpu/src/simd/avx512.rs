@@ -1,7 +1,7 @@
 //! AVX-512: one register for sixteen lanes. Integer dots stay at 256 bits, since a block of 32
 //! codes is no longer; VNNI adds them up where present.
 #![allow(unsafe_code)]
-#![expect(clippy::wildcard_imports, reason = "a prefix names the intrinsics")]
+#![allow(clippy::wildcard_imports, reason = "a prefix names the intrinsics")]
 
 use super::{Kernel, Params, Registers, Simd, avx2};
 use std::arch::x86_64::*;

@@ -1,6 +1,6 @@
 //! NEON, which every aarch64 has: four registers for sixteen lanes.
 #![allow(unsafe_code)]
-#![expect(clippy::wildcard_imports, reason = "a prefix names the intrinsics")]
+#![allow(clippy::wildcard_imports, reason = "a prefix names the intrinsics")]
 
 use super::{Kernel, LANES, Registers, Simd};
 use half::f16;

@@ -20,12 +20,12 @@ pub(crate) struct AttentionShape {
 }
 
 /// ```text
-/// q, gate = q_proj x; k = k_proj x; v = v_proj x
+/// q, gate = q_proj x; k = k_proj x; v = v_proj x    (with biases, where the config has them)
 /// q = rope(norm q); k = rope(norm k)
 /// out = o_proj(attention(q, k, v) * sigmoid(gate))
 /// ```
 #[derive(Debug)]
-pub(crate) struct Attention<W> {
+pub(crate) struct Attention<W, Buf> {
     shape: AttentionShape,
     q: W,
     k: W,
@@ -33,6 +33,8 @@ pub(crate) struct Attention<W> {
     o: W,
     q_norm: W,
     k_norm: W,
+    /// Of q (and gate), k, v, o.
+    biases: Option<[Buf; 4]>,
     k_state: usize,
     v_state: usize,
 }
@@ -57,7 +59,7 @@ impl<W, Buf> AttentionWork<W, Buf> {
     where
         L: Loader<Weight = W, Buf = Buf>,
     {
-        let Heads { n_heads, n_kv_heads, d_head } = shape.heads;
+        let Heads { n_heads, n_kv_heads, d_head, .. } = shape.heads;
         let q_width = n_heads * d_head * if shape.gated { 2 } else { 1 };
         Self {
             d_rotary: rotary.d,
@@ -93,13 +95,13 @@ fn queries_then_gates(heads: Heads) -> Vec<Range<usize>> {
     half(0).chain(half(1)).collect()
 }
 
-impl<W> Attention<W> {
+impl<W, Buf> Attention<W, Buf> {
     /// `name`: `layers.3.self_attn`.
     pub(crate) fn load<L>(l: &mut L, shape: AttentionShape, layer: usize, name: &str) -> Result<Self>
     where
-        L: Loader<Weight = W>,
+        L: Loader<Weight = W, Buf = Buf>,
     {
-        let Heads { n_heads, n_kv_heads, d_head } = shape.heads;
+        let Heads { n_heads, n_kv_heads, d_head, biased } = shape.heads;
         let limits = l.limits();
         limits.n_heads = limits.n_heads.max(n_heads);
         limits.d_head = limits.d_head.max(d_head);
@@ -113,8 +115,20 @@ impl<W> Attention<W> {
             let name = format!("layers.{layer}.{which}");
             l.state(name, StateKind::PerToken { width: kv_width })
         };
+        let biases = match biased {
+            true => {
+                let mut bias = |part: &str, len, order: &[Range<usize>]| {
+                    let name = l.tensors().trunk(&format!("{name}.{part}.bias"));
+                    l.bias(&name, len, order)
+                };
+                let (q, k) = (bias("q_proj", q_rows, &order)?, bias("k_proj", kv_width, &[])?);
+                Some([q, k, bias("v_proj", kv_width, &[])?, bias("o_proj", d, &[])?])
+            }
+            false => None,
+        };
         Ok(Self {
             shape,
+            biases,
             q: l.matrix(&of(l, "q_proj"), [q_rows, d], Use::Projection, &order)?,
             k: l.matrix(&of(l, "k_proj"), [kv_width, d], Use::Projection, &[])?,
             v: l.matrix(&of(l, "v_proj"), [kv_width, d], Use::Projection, &[])?,
@@ -134,11 +148,11 @@ impl<W> Attention<W> {
         x: View<'_, B::Buf>,
         out: View<'_, B::Buf>,
     ) where
-        B: Backend<Weight = W>,
+        B: Backend<Weight = W, Buf = Buf>,
     {
         let (b, n, eps) = (step.b, step.rows.len(), self.shape.eps);
         let p = &mut *step.p;
-        let Heads { n_heads, n_kv_heads, d_head } = self.shape.heads;
+        let Heads { n_heads, n_kv_heads, d_head, .. } = self.shape.heads;
         let (q_width, kv_width) = (n_heads * d_head, n_kv_heads * d_head);
         let q = View::of(&work.q, if self.shape.gated { 2 * q_width } else { q_width });
         let (k, v) = (View::of(&work.k, kv_width), View::of(&work.v, kv_width));
@@ -146,6 +160,11 @@ impl<W> Attention<W> {
         b.linear(p, x, &self.q, n, q);
         b.linear(p, x, &self.k, n, k);
         b.linear(p, x, &self.v, n, v);
+        if let Some([q_bias, k_bias, v_bias, _]) = &self.biases {
+            b.add(p, q, View::row(q_bias), q.stride, n);
+            b.add(p, k, View::row(k_bias), kv_width, n);
+            b.add(p, v, View::row(v_bias), kv_width, n);
+        }
         b.rms_norm(p, q, &self.q_norm, n_heads, eps, n, q);
         b.rms_norm(p, k, &self.k_norm, n_kv_heads, eps, n, k);
         let (d, angles) = (work.d_rotary, View::of(&work.angles, work.d_rotary));
@@ -167,5 +186,8 @@ impl<W> Attention<W> {
             b.sigmoid_gate(p, mixed, q.column(q_width), q_width, n);
         }
         b.linear(p, mixed, &self.o, n, out);
+        if let Some([.., o_bias]) = &self.biases {
+            b.add(p, out, View::row(o_bias), self.shape.d_model, n);
+        }
     }
 }

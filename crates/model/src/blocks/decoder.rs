@@ -12,17 +12,17 @@ use std::ops::Range;
 
 /// The mixing half of a layer.
 #[derive(Debug)]
-pub(crate) enum Mixer<W> {
+pub(crate) enum Mixer<W, Buf> {
     /// Softmax attention.
-    Attention(Attention<W>),
+    Attention(Attention<W, Buf>),
     /// Gated DeltaNet.
     DeltaNet(DeltaNet<W>),
 }
 
 /// What a family brings for each layer.
 #[derive(Debug)]
-pub(crate) struct LayerParts<W> {
-    pub(crate) mixer: Mixer<W>,
+pub(crate) struct LayerParts<W, Buf> {
+    pub(crate) mixer: Mixer<W, Buf>,
     pub(crate) ffn: Ffn<W>,
 }
 
@@ -41,9 +41,9 @@ pub(crate) struct PreNormParts<'a> {
 }
 
 #[derive(Debug)]
-struct Layer<W> {
+struct Layer<W, Buf> {
     input_norm: W,
-    mixer: Mixer<W>,
+    mixer: Mixer<W, Buf>,
     post_norm: W,
     ffn: Ffn<W>,
 }
@@ -57,7 +57,7 @@ struct Layer<W> {
 pub(crate) struct PreNorm<W, Buf> {
     trunk: Trunk,
     embed: W,
-    layers: Vec<Layer<W>>,
+    layers: Vec<Layer<W, Buf>>,
     norm: W,
     /// `None`: tied to the embedding.
     head: Option<W>,
@@ -76,7 +76,7 @@ impl<W, Buf> PreNorm<W, Buf> {
     pub(crate) fn load<L>(
         l: &mut L,
         parts: &PreNormParts<'_>,
-        mut layer: impl FnMut(&mut L, usize) -> Result<LayerParts<W>>,
+        mut layer: impl FnMut(&mut L, usize) -> Result<LayerParts<W, Buf>>,
     ) -> Result<Self>
     where
         L: Loader<Weight = W, Buf = Buf>,
