@@ -2,10 +2,11 @@
 //!
 //! **Numerics.** For each (row, head), pages of keys on absolute positions, ascending. A score is
 //! the chain of `canonical::dot`, times the scale. For each page: its greatest score updates the
-//! running maximum; the result is multiplied by `exp(old - new)`, the sum too (fused); weights `exp(score - new)`
-//! are added up in sixteen lanes (position `i` and `i + 16` of the page first, then the usual
-//! tree); values are added in token order, fused. The result is divided by the sum at the end. So
-//! nothing depends on which rows or heads are computed together.
+//! running maximum; what was before is multiplied by `exp(old - new)`, result and sum (the sum
+//! fused with the next step); weights `exp(score - new)` are added up in sixteen lanes (position
+//! `i` and `i + 16` of the page first, then the usual tree); values are added in token order,
+//! fused. The result is divided by the sum at the end. So nothing depends on which rows or heads
+//! are computed together.
 #![allow(unsafe_code)]
 
 use crate::dot::{Brain, Element, Half, Products, Single, WeightRows};

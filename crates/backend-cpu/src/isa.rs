@@ -155,7 +155,8 @@ impl fmt::Display for CpuError {
             }
             Self::UnknownActivations { name } => write!(
                 f,
-                "`{name}` is no rounding of activations\nhint: use one of `auto`, `f32`, `i16`, `i8`"
+                "`{name}` is no rounding of activations\n\
+                 hint: use one of `auto`, `f32`, `i16`, `i8`"
             ),
             Self::Thread { threads, .. } => write!(f, "cannot start `{threads}` threads"),
         }

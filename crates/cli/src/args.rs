@@ -67,6 +67,9 @@ pub(crate) enum Command {
         what: eval::Eval,
     },
     Logits(logits::LogitsArgs),
+    /// Unpack the built-in model
+    #[command(name = crate::tiny::COMMAND, hide = true)]
+    UnpackTiny,
     /// Print a completion script for a shell
     Completions {
         /// The shell

@@ -61,6 +61,7 @@ fn dispatch(command: Command, ui: Ui) -> anyhow::Result<ExitCode> {
         Command::Inspect(args) => inspect::run(&args, ui),
         Command::Plan(args) => plan::run(&args, ui),
         Command::Bench(args) => bench::run(&args, ui),
+        Command::UnpackTiny => tiny::unpack().map(|()| ExitCode::SUCCESS),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "snowmelt", &mut script);

@@ -1,7 +1,7 @@
 //! Flags that all commands share, and the engine that they describe.
 
 use crate::output::Ui;
-use crate::size::Memory;
+use crate::size::{Bytes, Memory};
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
 use snowmelt_backend::BufType;
@@ -187,7 +187,7 @@ impl EngineArgs {
 
 /// A line about slots and residency.
 pub(crate) fn residency_line(plan: &snowmelt_engine::Plan) -> String {
-    let (n, slots, each) = (plan.n_experts, plan.slots, Size(plan.slot_bytes));
+    let (n, slots, each) = (plan.n_experts, plan.slots, Bytes(plan.slot_bytes));
     match plan.residency {
         _ if n == 0 => "no routed experts: the whole model is resident".to_owned(),
         Residency::Mapped => format!("mapped: {n} experts of {each} in the page cache"),

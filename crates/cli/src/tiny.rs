@@ -6,6 +6,7 @@ use snowmelt_weights::{Bytes, Checkpoint};
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 include!(concat!(env!("OUT_DIR"), "/tiny.rs"));
@@ -13,6 +14,8 @@ include!(concat!(env!("OUT_DIR"), "/tiny.rs"));
 /// What users call it.
 pub(crate) const NAME: &str = "tiny";
 
+/// The hidden command that unpacks it.
+pub(crate) const COMMAND: &str = "unpack-tiny";
 /// Characters of the digest in the folder's name.
 const DIGEST_CHARS: usize = 12;
 /// After this time a folder that was never finished belongs to nobody.
@@ -33,7 +36,7 @@ pub(crate) fn open(ui: Ui) -> Result<Checkpoint> {
     ensure!(is_built_in(), "this program was built without the model `{NAME}`");
     let unpacked = crate::model::data_folder()
         .context("there is no folder for models")
-        .and_then(|folder| unpacked(&folder.join("models")));
+        .and_then(|folder| unpacked(&folder.join("models"), false));
     match unpacked {
         Ok(folder) => {
             ui.detail(format_args!("`{NAME}` is in {}", folder.display()));
@@ -44,14 +47,36 @@ pub(crate) fn open(ui: Ui) -> Result<Checkpoint> {
         }
         Err(error) => ui.detail(format_args!("using `{NAME}` from memory: {error:#}")),
     }
+    touch();
     let files: Vec<(&str, Bytes)> =
         FILES.iter().map(|(name, bytes)| (*name, Bytes::Static(bytes))).collect();
     Ok(Checkpoint::from_memory(NAME, &files)?)
 }
 
+/// Reads a byte of every page. Once used they stay in memory, so the plan has to see them now.
+fn touch() {
+    let bytes = FILES.iter().flat_map(|(_, bytes)| bytes.iter().step_by(4096));
+    std::hint::black_box(bytes.fold(0_u8, |sum, byte| sum ^ byte));
+}
+
+/// Unpacks and ends: what the hidden command does.
+pub(crate) fn unpack() -> Result<()> {
+    unpacked(&crate::model::data_folder()?.join("models"), true).map(|_| ())
+}
+
+/// Lets another process of this program unpack: the pages of the embedded files that it reads
+/// would stay in this one's memory, and leave less of the first run's budget to the model.
+fn unpack_elsewhere() -> Result<()> {
+    let program = std::env::current_exe()?;
+    let mut command = Command::new(program);
+    command.arg(COMMAND).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    ensure!(command.status()?.success(), "`{COMMAND}` failed");
+    Ok(())
+}
+
 /// The folder with the files of exactly this binary's model, written first where it is not there.
 /// Any number of processes may do this at once.
-fn unpacked(models: &Path) -> Result<PathBuf> {
+fn unpacked(models: &Path, here: bool) -> Result<PathBuf> {
     let digest = file("manifest.blake3").unwrap_or_default();
     let digest = String::from_utf8_lossy(&digest[..digest.len().min(DIGEST_CHARS)]).into_owned();
     let folder = models.join(format!("{NAME}-{digest}"));
@@ -59,6 +84,9 @@ fn unpacked(models: &Path) -> Result<PathBuf> {
         return Ok(folder);
     }
     fs::create_dir_all(models).with_context(|| format!("could not create {}", models.display()))?;
+    if !here && unpack_elsewhere().is_ok() && is_whole(&folder) {
+        return Ok(folder);
+    }
     remove_abandoned(models);
     let nanos = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.subsec_nanos());
     let own = models.join(format!(".{NAME}-{digest}-{}-{nanos}", std::process::id()));

@@ -298,6 +298,24 @@ fn many_starts_unpack_one_model_and_repair_it() {
 }
 
 #[test]
+fn the_first_start_needs_no_larger_budget() {
+    let plan = |home: &Path| {
+        let mut command = snowmelt(&["plan", "tiny", "--json"]);
+        command.env("SNOWMELT_HOME", home);
+        let (code, stdout, stderr) = finish(command);
+        assert_eq!(code, 0, "{stderr}");
+        let plan: Value = serde_json::from_str(&stdout).unwrap();
+        plan["items"]["process"].as_u64().unwrap()
+    };
+    let home = TempDir::new().unwrap();
+    let (first, second) = (plan(home.path()), plan(home.path()));
+    assert!(first < second + (4 << 20), "{first} {second}");
+    // Where it is used from memory its pages are memory, and the plan knows.
+    let from_memory = plan(Path::new("/dev/null/nowhere"));
+    assert!(from_memory > second + (15 << 20), "{from_memory} {second}");
+}
+
+#[test]
 fn prompts_come_from_stdin_too() {
     let ask = |input: &[u8], args: &[&str]| {
         let mut command = snowmelt(&[&["run", "tiny", "--temp", "0", "-n", "12"], args].concat());

@@ -163,8 +163,12 @@ fn a_read_that_stalls_times_out_and_comes_late_into_nobodys_slot() {
 
 #[test]
 fn reads_that_never_come_back_do_not_hang_the_store_or_its_drop() {
-    let mut rig = Rig::new(6, [always(FaultKind::Stall { polls: u64::MAX })], options());
+    let clock = Arc::new(ManualClock::new(Duration::from_secs(1)));
+    let options = StoreOptions { clock: clock.clone(), ..options() };
+    let mut rig = Rig::new(6, [always(FaultKind::Stall { polls: u64::MAX })], options);
     let results = rig.fetch(&keys(0, 0..3));
+    // All at once, not one time-out after the other.
+    assert!(snowmelt_expert_store::Clock::now(&*clock) < Duration::from_secs(60));
     assert_eq!(errors(&results).len(), 3, "{results:?}");
     assert!(
         results
@@ -353,6 +357,17 @@ fn a_failed_speculative_read_latches_but_fails_nobody() {
     assert!(matches!(rig.store.failed(), Some(StoreError::Read { .. })));
     let result = rig.fetch(&keys(0, [0])).pop().unwrap();
     rig.good(result);
+    rig.store.check();
+}
+
+#[test]
+fn a_speculative_read_that_never_comes_back_is_given_up() {
+    let stall = FaultKind::Stall { polls: u64::MAX };
+    let stall = Fault { when: FaultWhen::Idle, kind: stall, times: u64::MAX };
+    let mut rig = Rig::new(6, [stall], options());
+    rig.store.prefetch(&keys(1, [0])).unwrap();
+    rig.store.drain();
+    assert!(matches!(rig.store.failed(), Some(StoreError::TimedOut { .. })));
     rig.store.check();
 }
 

@@ -70,6 +70,33 @@ fn all_sources_give_the_same_bytes() {
     }
 }
 
+/// A direct read of the last, partial block of a piece would write past its end.
+#[test]
+fn a_partial_block_does_not_spill_into_the_next_piece() {
+    let world = World::packed();
+    // Read in this order by one thread: the piece that lies lower comes second.
+    let extents = vec![
+        Extent { file: 0, offset: 20_480, len: 3_000, slot_offset: 5_000 },
+        Extent { file: 0, offset: 4_096, len: 5_000, slot_offset: 0 },
+    ];
+    for source in world.sources(&SourceOptions { threads: 1, ..small_pieces() }) {
+        let map = Arc::new(RecordTable::from_fn(1, 1, |_| extents.clone()));
+        let memory = Arc::new(HostMemory::new(12_288, 1).unwrap());
+        let name = source.name();
+        let mut store = Store::open(memory.clone(), map, source, StoreOptions::default()).unwrap();
+        let (mut set, mut out) = (FetchSet::default(), Vec::new());
+        store.request(&[Key { layer: 0, expert: 0 }], &mut set).unwrap();
+        while store.take_ready(&mut set, true, &mut out).unwrap() {}
+        let fetched = out.pop().unwrap().unwrap();
+        for extent in &extents {
+            let mut got = vec![0; extent.len as usize];
+            memory.copy_out(fetched.slot, extent.slot_offset as usize, &mut got);
+            let wanted = &world.files[0][extent.offset as usize..][..got.len()];
+            assert!(got == wanted, "{name}: {extent:?}");
+        }
+    }
+}
+
 #[test]
 fn direct_reads_are_what_this_machine_tests() {
     let world = World::packed();

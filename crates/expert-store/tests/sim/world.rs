@@ -135,7 +135,8 @@ fn push<S: BlockSource + Send + 'static>(sources: &mut Vec<Source>, source: Resu
     }
 }
 
-/// Past the capture of test output (which holds `eprintln` back): nobody should believe that it was tested.
+/// Past the capture of test output (which holds `eprintln` back): nobody should believe that it
+/// was tested.
 pub(crate) fn skip(why: &str) {
     let line = format!("SKIPPED part of a test: {why}\n");
     std::io::stderr().write_all(line.as_bytes()).unwrap();

@@ -31,9 +31,11 @@ fn parse_is_what_the_library_does() {
 
 #[test]
 fn literal_special_tokens_stay_text() {
-    for (json, special, other) in
-        [(byte_level_json(), "<|end|>", "<think>"), (pieces_json(), "</s>", "<think>")]
-    {
+    // The second vocabulary sets a space before whatever follows an added token.
+    for (json, special, other, decoded) in [
+        (byte_level_json(), "<|end|>", "<think>", "ab<|end|> <think><|end|>a"),
+        (pieces_json(), "</s>", "<think>", "ab</s> <think> </s>a"),
+    ] {
         let tokenizer = load(&json);
         let id = tokenizer.token_to_id(special).unwrap();
         let other_id = tokenizer.token_to_id(other).unwrap();
@@ -80,6 +82,9 @@ fn literal_text_is_cut_where_the_vocabulary_itself_yields_the_token() {
     let tokenizer = load(&json);
     let ids = tokenizer.encode("a</s>", Specials::Literal).unwrap();
     assert_eq!(ids, [6, 2, 3, 4, 5]);
+    // The unknown token is special too, and no forgery.
+    assert_eq!(tokenizer.encode("a?", Specials::Literal).unwrap(), [6, 0]);
+    assert_eq!(tokenizer.encode("</s>?", Specials::Literal).unwrap(), [2, 3, 4, 5, 0]);
 }
 
 /// A normaliser can make a special token of text that does not look like it.
