@@ -205,10 +205,16 @@ impl<F: Format, A: Activation> Kernel for Tiles<'_, F, A> {
                 let mut t = first_row;
                 // SAFETY: rows of `w` and of x, checked by the verb.
                 unsafe {
-                    if S::REGISTERS != Registers::None {
+                    if S::REGISTERS == Registers::Many {
                         while t + 4 <= end {
                             self.one::<S, 4>(s, &w, t, first);
                             t += 4;
+                        }
+                    }
+                    if S::REGISTERS == Registers::Some {
+                        while t + 2 <= end {
+                            self.one::<S, 2>(s, &w, t, first);
+                            t += 2;
                         }
                     }
                     while t < end {

@@ -42,7 +42,7 @@ impl Finish {
 
 impl<B: Backend> Engine<B> {
     /// Generates from the logits that the last step of `session` left. `emit` sees each token as
-    /// soon as it is chosen. The last token emitted is part of the session, but for a break.
+    /// soon as it is chosen. The session then holds all tokens emitted but the last.
     ///
     /// # Errors
     /// When a step fails or logits are not finite.

@@ -51,8 +51,7 @@ fn threads_change_no_bit() {
 #[test]
 fn experts_agree_whether_they_arrive_or_reside() {
     let all = results(IsaChoice::Auto, 2, Activations::Auto);
-    let resident: Vec<usize> =
-        (0..all.len()).filter(|i| all[*i].0 == "moe_ffn resident").collect();
+    let resident: Vec<usize> = (0..all.len()).filter(|i| all[*i].0 == "moe_ffn resident").collect();
     assert_eq!(resident.len(), 3);
     for i in resident {
         assert_eq!(all[i - 1].1, all[i].1, "{}", all[i - 1].0);

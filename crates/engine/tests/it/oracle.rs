@@ -1,6 +1,6 @@
 //! Every family against logits of Hugging Face transformers.
 
-use crate::support::{FAMILIES, cases, cpu, fixture, with_spelling};
+use crate::support::{FAMILIES, cases, cpu, fixture, tensors, with_biases, with_spelling};
 use snowmelt_backend::Backend;
 use snowmelt_backend::reference::Reference;
 use snowmelt_backend_cpu::Activations;
@@ -85,4 +85,44 @@ fn cpu_backend_agrees_from_both_spellings() {
             check(family, cpu(2, Activations::F32), config, Residency::Streamed);
         }
     }
+}
+
+/// Biases of attention: one added to the values is the same as `o_proj` of it added to the output,
+/// since the weights of a softmax sum to 1. Zeros change nothing.
+#[test]
+fn attention_biases_act_where_they_should() {
+    let (family, d_head, kv_heads, heads, d) = ("qwen3_moe", 24, 2, 4, 64);
+    let plain = with_spelling(family, "config.json");
+    let weights = tensors(&plain.path().join("model.safetensors"));
+    let value = |i: usize| ((i * 37 % 19) as f32 - 9.0) / 64.0;
+    let v_bias: Vec<f32> = (0..kv_heads * d_head).map(value).collect();
+    let (_, o_proj) = &weights["model.layers.1.self_attn.o_proj.weight"];
+    let o: Vec<f32> = o_proj
+        .chunks_exact(2)
+        .map(|b| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16))
+        .collect();
+    let spread = |h: usize| h / (heads / kv_heads) * d_head;
+    let each_head: Vec<f32> =
+        (0..heads * d_head).map(|i| v_bias[spread(i / d_head) + i % d_head]).collect();
+    let o_bias: Vec<f32> = o
+        .chunks_exact(heads * d_head)
+        .map(|row| row.iter().zip(&each_head).map(|(w, b)| w * b).sum())
+        .collect();
+    let logits = |v: &[f32], o: &[f32]| {
+        let folder = with_biases(family, 4, [heads * d_head, kv_heads * d_head, d], (1, v, o));
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let mut engine = Engine::open(&checkpoint, cpu(1, Activations::F32), &options()).unwrap();
+        let session = engine.session().unwrap();
+        let mut all = Vec::new();
+        let sink = &mut |_: usize, logits: &[f32]| all.extend_from_slice(logits);
+        engine.step_one(session, &[3, 141, 59, 26, 5], Outputs::All, sink).unwrap();
+        all
+    };
+    let none = logits(&vec![0.0; v_bias.len()], &vec![0.0; d]);
+    let (by_v, by_o) = (logits(&v_bias, &vec![0.0; d]), logits(&vec![0.0; v_bias.len()], &o_bias));
+    let apart = |a: &[f32], b: &[f32]| {
+        a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0_f32, f32::max)
+    };
+    assert!(apart(&none, &by_v) > 0.05, "the bias is felt: {}", apart(&none, &by_v));
+    assert!(apart(&by_v, &by_o) < 1e-4, "{}", apart(&by_v, &by_o));
 }

@@ -121,3 +121,43 @@ pub(crate) fn in_memory(folder: &Path) -> Checkpoint {
         files.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
     Checkpoint::from_memory("in memory", &files).unwrap()
 }
+
+/// The fixture with biases of q, k, v and o in every layer (`widths`: of q, of k and v, of o): zeros,
+/// but in one layer `(layer, v, o)`.
+pub(crate) fn with_biases(
+    family: &str,
+    layers: usize,
+    widths: [usize; 3],
+    (at, v, o): (usize, &[f32], &[f32]),
+) -> tempfile::TempDir {
+    let folder = with_spelling(family, "config.json");
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["attention_bias"] = true.into();
+    fs::write(path, config.to_string()).unwrap();
+    let path = folder.path().join("model.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    let len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&bytes[8..8 + len]).unwrap();
+    let mut data = bytes[8 + len..].to_vec();
+    for layer in 0..layers {
+        for (part, width) in ["q", "k", "v", "o"].into_iter().zip([0, 1, 1, 2].map(|i| widths[i])) {
+            let zeros = vec![0.0; width];
+            let values = match part {
+                "v" if layer == at => v,
+                "o" if layer == at => o,
+                _ => &zeros,
+            };
+            let from = data.len();
+            data.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+            header[format!("model.layers.{layer}.self_attn.{part}_proj.bias")] = serde_json::json!({
+                "dtype": "F32", "shape": [width], "data_offsets": [from, data.len()],
+            });
+        }
+    }
+    let mut text = header.to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let file = [&(text.len() as u64).to_le_bytes()[..], &text, &data].concat();
+    fs::write(&path, file).unwrap();
+    folder
+}

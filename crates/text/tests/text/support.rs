@@ -82,7 +82,7 @@ pub(crate) fn byte_level_json() -> Value {
     json
 }
 
-/// A vocabulary in the manner of SentencePiece: `▁` for spaces, bytes for what is unknown.
+/// A vocabulary in the manner of `SentencePiece`: `▁` for spaces, bytes for what is unknown.
 pub(crate) fn pieces_json() -> Value {
     let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
     tokens.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
