@@ -320,7 +320,7 @@ unsafe fn bf16(p: *const u8) -> f32 {
 mod tests {
     use super::*;
     use crate::canonical::{self, NARROW_MAX, WIDE_MAX};
-    use crate::quantise::{CodeLayout, RoundRows};
+    use crate::quantise::{CodeLayout, RoundRows, Which};
     use crate::scratch::{Scratch, Sizes, thread_floats};
 
     struct Case {
@@ -371,7 +371,8 @@ mod tests {
                 None => Input::Float(x),
                 Some(rounding) => {
                     let (out, layout) = (scratch.x(d_in), CodeLayout::of(rounding, encoding));
-                    dispatch(isa, RoundRows { x, layout, out }.rows(0..n));
+                    let (rows, range) = (Which::All(n), 0..n);
+                    dispatch(isa, RoundRows { x, layout, out, rows, range });
                     match rounding {
                         Rounding::Wide => Input::Wide(out),
                         Rounding::Narrow => Input::Narrow(out),

@@ -3,7 +3,7 @@
 use crate::backend::{Run, Tools};
 use crate::buf::{CpuBuf, CpuWeight};
 use crate::linear::{Input, Linear};
-use crate::quantise::{CodeLayout, Quantised, RoundFloats, RoundRows, Rounding};
+use crate::quantise::{CodeLayout, Quantised, RoundFloats, RoundRows, Rounding, Which};
 use crate::scratch::{Sizes, thread_floats};
 use crate::view::Mat;
 use snowmelt_backend::View;
@@ -23,7 +23,7 @@ pub(crate) fn linear(
     let thread = thread_floats(d_in, 0, 0, 0);
     run.reserve(Sizes { rows: n, d_in, thread, ..Sizes::default() });
     let places = Places { codes: run.scratch.x(d_in), floats: run.scratch.x_floats(d_in) };
-    let x = round(run.tools, x, [n, d_in], w.encoding, places);
+    let x = round(run.tools, x, Which::All(n), d_in, w.encoding, places);
     let areas = run.scratch.thread_areas();
     let isa = run.tools.isa;
     run.tools.split(w.units(), n * d_out * d_in, |thread, share| {
@@ -39,24 +39,26 @@ pub(crate) struct Places {
     pub(crate) floats: Mat,
 }
 
-/// Rounds `[n, width]` as the backend's mode wants them beside weights of `encoding`.
+/// Rounds rows of `width` as the backend's mode wants them beside weights of `encoding`.
 pub(crate) fn round(
     tools: Tools<'_>,
     x: Mat,
-    [n, width]: [usize; 2],
+    rows: Which<'_>,
+    width: usize,
     encoding: Encoding,
     places: Places,
 ) -> Input {
     let Some(rounding) = tools.activations.rounding(encoding) else {
         return Input::Float(x);
     };
+    let n = rows.len();
     if !encoding.is_quantised() {
         let out = places.floats;
-        tools.kernels(n, n * width, |_, rows| RoundFloats { x, out, width, rounding, rows });
+        tools.kernels(n, n * width, |_, range| RoundFloats { x, out, width, rounding, rows, range });
         return Input::Float(out);
     }
     let (out, layout) = (places.codes, CodeLayout::of(rounding, encoding));
-    tools.kernels(n, n * width, |_, rows| RoundRows { x, layout, out }.rows(rows));
+    tools.kernels(n, n * width, |_, range| RoundRows { x, layout, out, rows, range });
     match rounding {
         Rounding::Wide => Input::Wide(out),
         Rounding::Narrow => Input::Narrow(out),

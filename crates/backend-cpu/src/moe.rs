@@ -5,6 +5,7 @@ use crate::buf::CpuBuf;
 use crate::elementwise::{Swiglu, Zip};
 use crate::linear::{Input, Linear, Matrix, unit};
 use crate::matmul::{Places, round};
+use crate::quantise::Which;
 use crate::scratch::{Lists, PAIRS, Sizes, ThreadAreas, thread_floats};
 use crate::simd::dispatch;
 use crate::slab::CpuSlab;
@@ -78,7 +79,7 @@ pub(crate) fn moe_ffn(run: &mut Run<'_>, ffn: &Ffn<'_>, experts: &Experts<'_>) {
     let thread = thread_floats(d_in, 0, 0, 0);
     let experts = present.end();
     run.reserve(Sizes { rows: n, d_in, choices, d_expert, experts, thread });
-    let pairs = list(&mut run.scratch.lists(), &present, ids, top_k);
+    let [pairs, rows] = list(&mut run.scratch.lists(), &present, ids, top_k);
     if pairs == 0 {
         return;
     }
@@ -89,12 +90,13 @@ pub(crate) fn moe_ffn(run: &mut Run<'_>, ffn: &Ffn<'_>, experts: &Experts<'_>) {
     let areas = run.scratch.thread_areas();
     let lists = run.scratch.lists();
     let [gate, up, down] = ffn.layout.pieces();
-    let rounded = |piece: &MatrixLayout| round(tools, x, [n, d_model], piece.encoding, x_places);
-    // Each row is rounded once for all its experts.
+    // Each row that is wanted is rounded once for all its experts.
+    let rows = Which::These(&lists.rows[..rows]);
+    let rounded = |piece: &MatrixLayout| round(tools, x, rows, d_model, piece.encoding, x_places);
     let mut input = rounded(gate);
     for first in (0..pairs).step_by(PAIRS) {
         let window = first..(first + PAIRS).min(pairs);
-        let len = window.len();
+        let all = Which::All(window.len());
         let wave = Wave { tools, ffn, present: &present, lists: &lists, window, areas };
         if gate.encoding == up.encoding {
             wave.inner(input, inner, &[0, 1]);
@@ -104,7 +106,7 @@ pub(crate) fn moe_ffn(run: &mut Run<'_>, ffn: &Ffn<'_>, experts: &Experts<'_>) {
             wave.inner(input, inner, &[0]);
             wave.inner(rounded(up), inner, &[1]);
         }
-        let input = round(tools, inner[0], [len, d_expert], down.encoding, places);
+        let input = round(tools, inner[0], all, d_expert, down.encoding, places);
         wave.down(input, out);
     }
 }
@@ -117,9 +119,10 @@ fn shape(layout: &ExpertLayout) -> [usize; 2] {
     [d_model, d_expert]
 }
 
-/// Lists the pairs of each expert that is there, and returns how many there are.
-fn list(lists: &mut Lists<'_>, present: &Present<'_>, ids: &[u32], top_k: usize) -> usize {
-    let Lists { expert_index, starts, pair_rows, pair_outs } = lists;
+/// Lists the pairs of each expert that is there, and the rows that are in any; returns how many
+/// there are of both.
+fn list(lists: &mut Lists<'_>, present: &Present<'_>, ids: &[u32], top_k: usize) -> [usize; 2] {
+    let Lists { expert_index, starts, rows, pair_rows, pair_outs } = lists;
     expert_index.fill(0);
     let count = present.len();
     for index in 0..count {
@@ -130,8 +133,16 @@ fn list(lists: &mut Lists<'_>, present: &Present<'_>, ids: &[u32], top_k: usize)
         Some(index) => Some(*index as usize - 1),
     };
     starts[..=count].fill(0);
-    for index in ids.iter().filter_map(|id| index_of(*id)) {
-        starts[index + 1] += 1;
+    let mut wanted = 0;
+    for (row, ids) in ids.chunks_exact(top_k).enumerate() {
+        let before = wanted;
+        for index in ids.iter().filter_map(|id| index_of(*id)) {
+            starts[index + 1] += 1;
+            wanted = before + 1;
+        }
+        if wanted > before {
+            rows[before] = row as u32;
+        }
     }
     for index in 0..count {
         starts[index + 1] += starts[index];
@@ -148,7 +159,7 @@ fn list(lists: &mut Lists<'_>, present: &Present<'_>, ids: &[u32], top_k: usize)
     }
     starts.copy_within(0..count, 1);
     starts[0] = 0;
-    pairs as usize
+    [pairs as usize, wanted]
 }
 
 /// Pairs of a window of the lists, on their way from x to out. Inner rows are numbered from the

@@ -171,33 +171,51 @@ fn round_block<S: Simd>(s: S, v: [S::V; 2], max: f32, codes: &mut [i32; BLOCK]) 
     scale
 }
 
-/// Rounds rows to codes for integer products; the width is a multiple of 32.
+/// Which rows are rounded; each keeps its place.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RoundRows {
-    pub(crate) x: Mat,
-    pub(crate) layout: CodeLayout,
-    pub(crate) out: Quantised,
+pub(crate) enum Which<'a> {
+    /// The first so many.
+    All(usize),
+    /// These.
+    These(&'a [u32]),
 }
 
-impl RoundRows {
-    /// The rows in `rows`, for one thread.
-    pub(crate) fn rows(self, rows: Range<usize>) -> impl Kernel {
-        RoundRange { job: self, rows }
+impl Which<'_> {
+    /// How many.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::All(n) => *n,
+            Self::These(rows) => rows.len(),
+        }
+    }
+
+    #[inline(always)]
+    fn row(&self, i: usize) -> usize {
+        match self {
+            Self::All(_) => i,
+            Self::These(rows) => rows[i] as usize,
+        }
     }
 }
 
-struct RoundRange {
-    job: RoundRows,
-    rows: Range<usize>,
+/// Rounds rows to codes for integer products; the width is a multiple of 32.
+#[derive(Clone, Debug)]
+pub(crate) struct RoundRows<'a> {
+    pub(crate) x: Mat,
+    pub(crate) layout: CodeLayout,
+    pub(crate) out: Quantised,
+    pub(crate) rows: Which<'a>,
+    /// Those of `rows` that are this thread's.
+    pub(crate) range: Range<usize>,
 }
 
-impl Kernel for RoundRange {
+impl Kernel for RoundRows<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let RoundRows { x, layout, out } = self.job;
-        for t in self.rows {
+        for i in self.range {
+            let t = self.rows.row(i);
             // SAFETY: the verb has checked that `x` has these rows and reserved `out` for them.
-            unsafe { round_row(s, x.row(t), layout, out, t) };
+            unsafe { round_row(s, self.x.row(t), self.layout, self.out, t) };
         }
     }
 }
@@ -227,19 +245,22 @@ unsafe fn round_row<S: Simd>(s: S, x: *const f32, layout: CodeLayout, out: Quant
 /// Rounds rows and returns them to f32, for weights that are not quantised: `scale * code`. The
 /// last block may be shorter. May work in place.
 #[derive(Clone, Debug)]
-pub(crate) struct RoundFloats {
+pub(crate) struct RoundFloats<'a> {
     pub(crate) x: Mat,
     pub(crate) out: Mat,
     pub(crate) width: usize,
     pub(crate) rounding: Rounding,
-    pub(crate) rows: Range<usize>,
+    pub(crate) rows: Which<'a>,
+    /// Those of `rows` that are this thread's.
+    pub(crate) range: Range<usize>,
 }
 
-impl Kernel for RoundFloats {
+impl Kernel for RoundFloats<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let mut codes = [0i32; BLOCK];
-        for t in self.rows {
+        for i in self.range {
+            let t = self.rows.row(i);
             for first in (0..self.width).step_by(BLOCK) {
                 let n = BLOCK.min(self.width - first);
                 let low = n.min(LANES);
@@ -318,8 +339,8 @@ mod tests {
             for isa in Isa::available() {
                 let mut row = x.clone();
                 let mat = Mat { ptr: row.as_mut_ptr(), stride: width };
-                let rounding = Rounding::Narrow;
-                dispatch(isa, RoundFloats { x: mat, out: mat, width, rounding, rows: 0..1 });
+                let (rounding, rows) = (Rounding::Narrow, Which::All(1));
+                dispatch(isa, RoundFloats { x: mat, out: mat, width, rounding, rows, range: 0..1 });
                 assert_eq!(row, wanted, "{isa}");
             }
         }

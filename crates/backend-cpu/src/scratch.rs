@@ -67,6 +67,7 @@ struct Plan {
     up: usize,
     expert_index: usize,
     starts: usize,
+    rows: usize,
     pair_rows: usize,
     pair_outs: usize,
     threads: usize,
@@ -94,6 +95,7 @@ impl Plan {
         let up = take(4 * pairs * sizes.d_expert);
         let expert_index = take(4 * sizes.experts);
         let starts = take(4 * (sizes.experts + 1));
+        let rows = take(4 * sizes.rows);
         let pair_rows = take(4 * sizes.choices);
         let pair_outs = take(4 * sizes.choices);
         let thread_bytes = (4 * sizes.thread).next_multiple_of(64);
@@ -106,6 +108,7 @@ impl Plan {
             up,
             expert_index,
             starts,
+            rows,
             pair_rows,
             pair_outs,
             threads,
@@ -194,6 +197,7 @@ impl Scratch {
             Lists {
                 expert_index: list(plan.expert_index, experts),
                 starts: list(plan.starts, experts + 1),
+                rows: list(plan.rows, self.sizes.rows),
                 pair_rows: list(plan.pair_rows, choices),
                 pair_outs: list(plan.pair_outs, choices),
             }
@@ -213,6 +217,8 @@ pub(crate) struct Lists<'a> {
     pub(crate) expert_index: &'a mut [u32],
     /// Where the pairs of each ready expert begin.
     pub(crate) starts: &'a mut [u32],
+    /// Rows that are in any pair, ascending.
+    pub(crate) rows: &'a mut [u32],
     /// Row of x of each pair.
     pub(crate) pair_rows: &'a mut [u32],
     /// Row of out of each pair.

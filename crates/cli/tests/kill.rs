@@ -1,5 +1,5 @@
-//! `pack` killed at random points: nothing half-made opens, a restart finishes, and one flipped byte
-//! anywhere is found.
+//! `pack` killed at random points: nothing half-made opens, a restart finishes, and one flipped
+//! byte anywhere is found.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use std::fs;

@@ -97,19 +97,11 @@ impl<B: Backend> Engine<B> {
     ) -> Result<Self> {
         let census = snowmelt_model::census(checkpoint)?;
         let plan = Self::plan_for(checkpoint, &backend, &census, options)?;
-        let limits = Limits {
-            rows: plan.rows,
-            context_tokens: plan.context_tokens,
-            ..census.limits
-        };
+        let limits =
+            Limits { rows: plan.rows, context_tokens: plan.context_tokens, ..census.limits };
         let decoder = snowmelt_model::load(checkpoint, &backend, &limits, plan.outputs)?;
-        let states = States::new(
-            &backend,
-            &census.state,
-            options.kv,
-            plan.sessions,
-            plan.context_tokens,
-        );
+        let states =
+            States::new(&backend, &census.state, options.kv, plan.sessions, plan.context_tokens);
         let fetch = StoreFetch::open(&backend, checkpoint, &census, &plan, options, source)?;
         let mut rows = Rows::default();
         let pages = plan.context_tokens.div_ceil(PAGE_TOKENS) * plan.sessions;

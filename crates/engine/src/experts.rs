@@ -7,8 +7,8 @@ use snowmelt_backend::{
 };
 use snowmelt_expert_store::{
     Blob, BlockSource, Extent, FetchResult, FetchSet, FileSpec, Key, MappedFiles, MemorySource,
-    MmapSource, Pins, PreadSource, ReadMode, RecordTable, SlotMemory, SourceOptions, Stats,
-    Store, StoreError, StoreOptions, Verify,
+    MmapSource, Pins, PreadSource, ReadMode, RecordTable, SlotMemory, SourceOptions, Stats, Store,
+    StoreError, StoreOptions, Verify,
 };
 use snowmelt_model::{Census, ExpertTable};
 use snowmelt_weights::{Bytes, Checkpoint, DataFile};
@@ -78,9 +78,11 @@ pub(crate) fn record_table(census: &Census) -> RecordTable {
 /// Whether every record is read without a bounce buffer.
 pub(crate) fn is_aligned(census: &Census) -> bool {
     let aligned = |n: u64| n.is_multiple_of(4096);
-    census.experts.iter().flat_map(|table| table.spans.iter().flatten()).all(|span| {
-        aligned(span.offset) && aligned(span.len) && aligned(span.record_offset)
-    })
+    census
+        .experts
+        .iter()
+        .flat_map(|table| table.spans.iter().flatten())
+        .all(|span| aligned(span.offset) && aligned(span.len) && aligned(span.record_offset))
 }
 
 pub(crate) fn is_in_memory(checkpoint: &Checkpoint) -> bool {
@@ -165,7 +167,9 @@ impl HostRecords for MappedRecords {
 }
 
 /// Where each piece of a record lies in its file.
-pub(crate) fn piece_places(table: &ExpertTable) -> impl Iterator<Item = [(u32, u64, usize); 3]> + '_ {
+pub(crate) fn piece_places(
+    table: &ExpertTable,
+) -> impl Iterator<Item = [(u32, u64, usize); 3]> + '_ {
     table.spans.iter().map(|spans| {
         table.layout.pieces().map(|piece| {
             let at = piece.offset as u64;
@@ -269,7 +273,7 @@ impl<B: Backend> StoreFetch<B> {
         fetch.plan_waves(b, census, plan);
         let verify = options.check_reads.then(|| verifier(checkpoint)).transpose()?;
         let store_options = StoreOptions {
-            policy: options.policy.clone(),
+            policy: options.policy,
             read_timeout: options.read_timeout,
             poison: options.poison,
             verify,

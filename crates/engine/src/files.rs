@@ -18,9 +18,9 @@ pub(crate) fn process_bytes() -> Option<u64> {
 /// `key` of a file of `key value [kB]` lines, in bytes.
 fn field(path: impl AsRef<Path>, key: &str) -> Option<u64> {
     let text = fs::read_to_string(path).ok()?;
-    let line = text.lines().find(|line| {
-        line.strip_prefix(key).is_some_and(|rest| rest.starts_with([':', ' ']))
-    })?;
+    let line = text
+        .lines()
+        .find(|line| line.strip_prefix(key).is_some_and(|rest| rest.starts_with([':', ' '])))?;
     let mut words = line[key.len()..].trim_start_matches(':').split_whitespace();
     let value: u64 = words.next()?.parse().ok()?;
     Some(if words.next() == Some("kB") { value * 1024 } else { value })
@@ -45,7 +45,8 @@ fn cgroup_left() -> Option<u64> {
         let mut group = Some(Path::new(path.trim_start_matches('/')));
         while let Some(relative) = group {
             let folder = root.join(relative);
-            if let (Some(limit), Some(used)) = (number(folder.join(limit)), number(folder.join(usage)))
+            if let (Some(limit), Some(used)) =
+                (number(folder.join(limit)), number(folder.join(usage)))
             {
                 let stat = folder.join("memory.stat");
                 let cache = ["total_inactive_file", "total_active_file"]

@@ -366,11 +366,8 @@ impl Planner<'_> {
         let kv = census.per_token_elements() * options.kv.bytes() * pages * PAGE_TOKENS;
         // One more row of recurrent state than sessions, to copy on write.
         let recurrent = census.per_sequence_elements() * 4 * options.sessions;
-        let limits = Limits {
-            rows: choice.rows,
-            context_tokens: choice.context_tokens,
-            ..census.limits
-        };
+        let limits =
+            Limits { rows: choice.rows, context_tokens: choice.context_tokens, ..census.limits };
         let scratch = choice.rows * census.scratch_width * 4
             + self.outputs * census.outputs_width * 4
             + (self.costs.scratch_bytes)(&limits);

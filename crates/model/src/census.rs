@@ -156,7 +156,13 @@ impl Loader for CensusLoader<'_> {
         self.limits.d_in = self.limits.d_in.max(d_in);
         let loaded_bytes = d_out * encoding.row_bytes(d_in);
         let shape = info.shape.clone();
-        self.trunk.push(TrunkTensor { name: name.to_owned(), shape, encoding, usage, loaded_bytes });
+        self.trunk.push(TrunkTensor {
+            name: name.to_owned(),
+            shape,
+            encoding,
+            usage,
+            loaded_bytes,
+        });
         Ok(())
     }
 

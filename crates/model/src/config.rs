@@ -8,7 +8,7 @@ pub(crate) type Result<T, E = ModelError> = std::result::Result<T, E>;
 /// The error of one field.
 pub(crate) fn refuse<T>(
     field: &'static str,
-    found: impl ToString,
+    found: impl std::fmt::Display,
     expected: impl Into<String>,
 ) -> Result<T> {
     Err(ModelError::Config { field, found: found.to_string(), expected: expected.into() })
@@ -88,6 +88,7 @@ fn norm_eps(text: &ConfigView<'_>) -> Result<f32> {
 
 /// Sizes of grouped-query attention.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::struct_field_names, reason = "the symbols of the glossary")]
 pub(crate) struct Heads {
     pub(crate) n_heads: usize,
     pub(crate) n_kv_heads: usize,
@@ -137,10 +138,8 @@ impl ExpertSizes {
 /// Which mixer each layer has: `layer_types`, else every `full_attention_interval`-th is full.
 pub(crate) fn full_attention_layers(text: &ConfigView<'_>, n_layers: usize) -> Result<Vec<bool>> {
     let Some(types) = text.opt_strs("layer_types")? else {
-        let interval = positive(
-            "full_attention_interval",
-            text.usize_or("full_attention_interval", 4)?,
-        )?;
+        let interval =
+            positive("full_attention_interval", text.usize_or("full_attention_interval", 4)?)?;
         return Ok((0..n_layers).map(|layer| (layer + 1).is_multiple_of(interval)).collect());
     };
     if types.len() != n_layers {

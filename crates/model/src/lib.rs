@@ -6,6 +6,7 @@
 //! of a backend, which reads weights. What three families share unchanged lies in `blocks`.
 //!
 //! Nothing here names a file, a thread, a cache or an environment variable.
+#![forbid(unsafe_code)]
 
 mod blocks;
 mod census;

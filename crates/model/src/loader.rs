@@ -125,9 +125,8 @@ pub(crate) fn require<'a>(
     name: &str,
     shape: &[usize],
 ) -> Result<(&'a TensorInfo, Encoding)> {
-    let squeezed = |shape: &[usize]| -> Vec<usize> {
-        shape.iter().copied().filter(|&dim| dim != 1).collect()
-    };
+    let squeezed =
+        |shape: &[usize]| -> Vec<usize> { shape.iter().copied().filter(|&dim| dim != 1).collect() };
     let as_stored = checkpoint
         .tensor(name)
         .map(|info| info.shape.as_slice())
@@ -254,7 +253,7 @@ impl<'a, B: Backend> WeightLoader<'a, B> {
         Ok(values)
     }
 
-    fn from_values(&self, values: &[f32]) -> B::Weight {
+    fn load_values(&self, values: &[f32]) -> B::Weight {
         let mut weight = self.backend.alloc_weight(Encoding::F32, 1, values.len());
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         self.backend.fill_weight(&mut weight, 0, &bytes);
@@ -282,8 +281,11 @@ impl<B: Backend> Loader for WeightLoader<'_, B> {
         let row_bytes = encoding.row_bytes(d_in);
         let mut weight = self.backend.alloc_weight(encoding, d_out, d_in);
         let mut at = 0;
-        let whole = [0..d_out];
-        for range in if rows.is_empty() { &whole } else { rows } {
+        if rows.is_empty() {
+            self.fill(&mut weight, info, row_bytes, 0..d_out, 0)?;
+            return Ok(weight);
+        }
+        for range in rows {
             self.fill(&mut weight, info, row_bytes, range.clone(), at)?;
             at += range.len();
         }
@@ -293,8 +295,10 @@ impl<B: Backend> Loader for WeightLoader<'_, B> {
 
     fn vector(&mut self, name: &str, len: usize, plus: f32) -> Result<B::Weight> {
         let mut values = self.values(name, len)?;
-        values.iter_mut().for_each(|value| *value += plus);
-        Ok(self.from_values(&values))
+        for value in &mut values {
+            *value += plus;
+        }
+        Ok(self.load_values(&values))
     }
 
     fn bias(&mut self, name: &str, len: usize, rows: &[Range<usize>]) -> Result<B::Buf> {
@@ -311,7 +315,7 @@ impl<B: Backend> Loader for WeightLoader<'_, B> {
     }
 
     fn constants(&mut self, values: &[f32]) -> B::Weight {
-        self.from_values(values)
+        self.load_values(values)
     }
 
     fn scratch(&mut self, width: usize) -> B::Buf {

@@ -4,19 +4,17 @@
 //! ordinary partial one.
 //!
 //! Source: transformers `models/qwen3_5_moe/modeling_qwen3_5_moe.py` and `models/qwen3_5/`.
-//! Checkpoints: Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B; dense Qwen3.5-27B. Published
-//! files are multimodal wrappers: the text config is nested, vision and MTP tensors are skipped.
+//! Checkpoints: Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B; dense Qwen3.5-27B.
+//! Published files are multimodal wrappers: the text config is nested, vision and MTP tensors are
+//! skipped.
 
-use crate::blocks::Packing;
-use crate::config::{ExpertSizes, Result, Trunk, text_config};
+use crate::blocks::{LoadedAs, Packing};
+use crate::config::{ExpertSizes, Trunk, text_config};
 use crate::loader::Loader;
-use crate::qwen3_next::{Model, load_hybrid};
+use crate::qwen3_next::load_hybrid;
 use snowmelt_weights::ConfigView;
 
-pub(crate) fn load<L: Loader>(
-    config: &ConfigView<'_>,
-    l: &mut L,
-) -> Result<(Model<L::Weight, L::Buf>, Trunk)> {
+pub(crate) fn load<L: Loader>(config: &ConfigView<'_>, l: &mut L) -> LoadedAs<L> {
     let text = text_config(config)?;
     let dense = |trunk: &Trunk| Ok(vec![true; trunk.n_layers]);
     load_hybrid(config, &text, l, Packing::Separate, None, dense)
@@ -25,13 +23,10 @@ pub(crate) fn load<L: Loader>(
 /// The same with experts in every layer.
 pub(crate) mod moe {
     use super::{
-        ConfigView, ExpertSizes, Loader, Model, Packing, Result, Trunk, load_hybrid, text_config,
+        ConfigView, ExpertSizes, LoadedAs, Loader, Packing, Trunk, load_hybrid, text_config,
     };
 
-    pub(crate) fn load<L: Loader>(
-        config: &ConfigView<'_>,
-        l: &mut L,
-    ) -> Result<(Model<L::Weight, L::Buf>, Trunk)> {
+    pub(crate) fn load<L: Loader>(config: &ConfigView<'_>, l: &mut L) -> LoadedAs<L> {
         let text = text_config(config)?;
         let sizes = ExpertSizes::read(&text, true)?;
         let dense = |trunk: &Trunk| Ok(vec![false; trunk.n_layers]);

@@ -8,7 +8,8 @@
 //! Checkpoints: Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B and 480B-A35B.
 
 use crate::blocks::{
-    Attention, AttentionShape, Ffn, LayerParts, Mixer, Mlp, Moe, MoeShape, PreNorm, PreNormParts,
+    Attention, AttentionShape, Ffn, LayerParts, LoadedAs, Mixer, Mlp, Moe, MoeShape, PreNorm,
+    PreNormParts,
 };
 use crate::config::{
     ExpertSizes, Heads, Result, Trunk, positive, refuse, require_silu, text_config,
@@ -17,12 +18,7 @@ use crate::loader::Loader;
 use crate::rotary::Rotary;
 use snowmelt_weights::ConfigView;
 
-pub(crate) type Model<W, Buf> = PreNorm<W, Buf>;
-
-pub(crate) fn load<L: Loader>(
-    config: &ConfigView<'_>,
-    l: &mut L,
-) -> Result<(Model<L::Weight, L::Buf>, Trunk)> {
+pub(crate) fn load<L: Loader>(config: &ConfigView<'_>, l: &mut L) -> LoadedAs<L> {
     let text = text_config(config)?;
     require_silu(&text)?;
     if text.opt_bool("use_sliding_window")?.unwrap_or(false) {

@@ -10,8 +10,8 @@
 //! Checkpoints: Qwen3-Next-80B-A3B.
 
 use crate::blocks::{
-    Attention, AttentionShape, DeltaNet, DeltaShape, Ffn, LayerParts, Mixer, Mlp, Moe, MoeShape,
-    Packing, PreNorm, PreNormParts,
+    Attention, AttentionShape, DeltaNet, DeltaShape, Ffn, LayerParts, LoadedAs, Mixer, Mlp, Moe,
+    MoeShape, Packing, PreNorm, PreNormParts,
 };
 use crate::config::{
     ExpertSizes, Heads, Result, Trunk, full_attention_layers, positive, require_silu, text_config,
@@ -21,12 +21,7 @@ use crate::qwen3_moe::dense_layers;
 use crate::rotary::Rotary;
 use snowmelt_weights::ConfigView;
 
-pub(crate) type Model<W, Buf> = PreNorm<W, Buf>;
-
-pub(crate) fn load<L: Loader>(
-    config: &ConfigView<'_>,
-    l: &mut L,
-) -> Result<(Model<L::Weight, L::Buf>, Trunk)> {
+pub(crate) fn load<L: Loader>(config: &ConfigView<'_>, l: &mut L) -> LoadedAs<L> {
     let text = text_config(config)?;
     let renormalise = text.opt_bool("norm_topk_prob")?.unwrap_or(true);
     let sizes = ExpertSizes::read(&text, renormalise)?;
@@ -43,7 +38,7 @@ pub(crate) fn load_hybrid<L: Loader>(
     packing: Packing,
     sizes: Option<ExpertSizes>,
     dense: impl FnOnce(&Trunk) -> Result<Vec<bool>>,
-) -> Result<(Model<L::Weight, L::Buf>, Trunk)> {
+) -> LoadedAs<L> {
     require_silu(text)?;
     let trunk = Trunk::read(config, text)?;
     let (d_model, eps) = (trunk.d_model, trunk.eps);
@@ -71,15 +66,12 @@ pub(crate) fn load_hybrid<L: Loader>(
     let parts =
         PreNormParts { trunk, norm_plus: 1.0, attention, rotary: &rotary, delta, moe, d_mlp };
     let model = PreNorm::load(l, &parts, |l, index| {
-        let mixer = match delta.filter(|_| !full[index]) {
-            Some(shape) => {
-                let name = format!("layers.{index}.linear_attn");
-                Mixer::DeltaNet(DeltaNet::load(l, shape, packing, index, &name)?)
-            }
-            None => {
-                let name = format!("layers.{index}.self_attn");
-                Mixer::Attention(Attention::load(l, attention, index, &name)?)
-            }
+        let mixer = if let Some(shape) = delta.filter(|_| !full[index]) {
+            let name = format!("layers.{index}.linear_attn");
+            Mixer::DeltaNet(DeltaNet::load(l, shape, packing, index, &name)?)
+        } else {
+            let name = format!("layers.{index}.self_attn");
+            Mixer::Attention(Attention::load(l, attention, index, &name)?)
         };
         let name = format!("layers.{index}.mlp");
         let ffn = match moe.filter(|_| !dense[index]) {

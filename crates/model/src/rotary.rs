@@ -104,7 +104,7 @@ impl<N: Fn(&'static str) -> Result<Option<f64>>> Scaling<'_, N> {
         Ok(factor)
     }
 
-    /// YaRN (arXiv 2309.00071), as in transformers.
+    /// `YaRN` (arXiv 2309.00071), as in transformers.
     fn yarn(&self, plain: &[f32], truncate: bool) -> Result<Rotary> {
         let (d, factor, original) = (self.d as f64, self.factor()?, self.original()?);
         let beta_fast = (self.number)("beta_fast")?.unwrap_or(32.0);

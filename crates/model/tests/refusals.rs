@@ -98,7 +98,10 @@ fn bad_config_fields() {
             };
             let message = changed(family, change, |_| {}).expect_err(field);
             for word in words {
-                assert!(message.contains(word), "{family} {field}={value}: `{message}`, no `{word}`");
+                assert!(
+                    message.contains(word),
+                    "{family} {field}={value}: `{message}`, no `{word}`"
+                );
             }
         }
     }
@@ -138,10 +141,14 @@ fn contradicting_spellings() {
 #[test]
 fn missing_surplus_and_misshapen_tensors() {
     let norm = "model.layers.1.input_layernorm.weight";
-    let message = changed("qwen3_moe", |_| {}, |header| {
-        let tensor = header.as_object_mut().unwrap().remove(norm).unwrap();
-        header["model.layers.1.other_norm.weight"] = tensor;
-    });
+    let message = changed(
+        "qwen3_moe",
+        |_| {},
+        |header| {
+            let tensor = header.as_object_mut().unwrap().remove(norm).unwrap();
+            header["model.layers.1.other_norm.weight"] = tensor;
+        },
+    );
     assert!(message.unwrap_err().contains(norm));
     let surplus = changed("qwen3_moe", |config| config["num_hidden_layers"] = json!(3), |_| {});
     let surplus = surplus.unwrap_err();
@@ -154,10 +161,14 @@ fn missing_surplus_and_misshapen_tensors() {
     let dtype = dtype.unwrap_err();
     assert!(dtype.contains(q) && dtype.contains("I16"), "{dtype}");
     let expert = "model.layers.2.mlp.experts.5.up_proj.weight";
-    let missing = changed("qwen3_moe", |_| {}, |header| {
-        let tensor = header.as_object_mut().unwrap().remove(expert).unwrap();
-        header["mtp.decoy"] = tensor;
-    });
+    let missing = changed(
+        "qwen3_moe",
+        |_| {},
+        |header| {
+            let tensor = header.as_object_mut().unwrap().remove(expert).unwrap();
+            header["mtp.decoy"] = tensor;
+        },
+    );
     assert!(missing.unwrap_err().contains(expert));
 }
 

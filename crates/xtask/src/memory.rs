@@ -49,7 +49,8 @@ fn measure(binary: &Path, parent: &Path, folder: &Path) -> Result<()> {
     let plan = Command::new(binary).args(["plan", "--json"]).arg(&tiny).output()?;
     ensure!(plan.status.success(), "plan: {}", String::from_utf8_lossy(&plan.stderr));
     let plan: Value = serde_json::from_slice(&plan.stdout)?;
-    let smallest = plan["smallest_bytes"].as_u64().context("`plan --json` has no smallest_bytes")?;
+    let smallest =
+        plan["smallest_bytes"].as_u64().context("`plan --json` has no smallest_bytes")?;
     check(binary, parent, &tiny, smallest, &ids)
 }
 
@@ -157,9 +158,7 @@ fn build() -> Result<PathBuf> {
     if !status.success() {
         bail!("the binary does not build");
     }
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"),
-        PathBuf::from,
-    );
+    let target = std::env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"), PathBuf::from);
     Ok(target.join("release/snowmelt"))
 }

@@ -1,7 +1,7 @@
 //! Models of any size with random weights: a Hugging Face folder of the family `qwen3_moe`.
 //!
-//! Speeds and memory at a shape are real, texts are not. Routing is close to uniform, the worst case
-//! for a cache of experts.
+//! Speeds and memory at a shape are real, texts are not. Routing is close to uniform, the worst
+//! case for a cache of experts.
 
 use anyhow::{Context, Result};
 use serde_json::{Map, Value, json};
@@ -40,7 +40,16 @@ pub(crate) struct Options {
 impl Options {
     /// The model of the memory promise: 2.8 GB, of which 67 MB are not experts.
     pub(crate) fn promise(out: PathBuf) -> Self {
-        Self { out, hidden: 512, layers: 14, experts: 128, top_k: 8, inner: 512, vocab: 4096, seed: 1 }
+        Self {
+            out,
+            hidden: 512,
+            layers: 14,
+            experts: 128,
+            top_k: 8,
+            inner: 512,
+            vocab: 4096,
+            seed: 1,
+        }
     }
 }
 
@@ -142,7 +151,7 @@ fn write_shard(path: &Path, tensors: &Tensors, seed: u64) -> Result<()> {
             file.write_all(&row)?;
         }
     }
-    file.into_inner().map_err(|error| error.into_error())?.sync_all()?;
+    file.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()?;
     Ok(())
 }
 

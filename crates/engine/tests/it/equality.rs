@@ -63,9 +63,9 @@ fn setting(index: [usize; 5]) -> Setting {
 /// Settings so that every pair of values of two axes occurs.
 fn all_pairs() -> Vec<[usize; 5]> {
     let mut missing = std::collections::BTreeSet::new();
-    for a in 0..AXES.len() {
-        for b in a + 1..AXES.len() {
-            missing.extend((0..AXES[a]).flat_map(|x| (0..AXES[b]).map(move |y| (a, x, b, y))));
+    for (a, &of_a) in AXES.iter().enumerate() {
+        for (b, &of_b) in AXES.iter().enumerate().skip(a + 1) {
+            missing.extend((0..of_a).flat_map(|x| (0..of_b).map(move |y| (a, x, b, y))));
         }
     }
     let pairs = |index: &[usize; 5]| {

@@ -33,7 +33,8 @@ fn faulty(
     options: &EngineOptions,
     script: &[Fault],
 ) -> Engine<CpuBackend> {
-    let file = |file: &snowmelt_weights::DataFile| FileSpec { path: file.path.clone(), len: file.len };
+    let file =
+        |file: &snowmelt_weights::DataFile| FileSpec { path: file.path.clone(), len: file.len };
     let files: Vec<FileSpec> = checkpoint.files().iter().map(file).collect();
     let inner = PreadSource::open(&files, &SourceOptions::default()).unwrap();
     let source = FaultSource::new(inner).with_script(script.iter().copied());
@@ -41,6 +42,7 @@ fn faulty(
     Engine::open_with(checkpoint, backend, options, Some(Box::new(source))).unwrap()
 }
 
+#[expect(clippy::result_large_err, reason = "a test looks at it once")]
 fn all_logits(engine: &mut Engine<CpuBackend>, tokens: &[u32]) -> Result<Vec<u32>, EngineError> {
     let session = engine.session().unwrap();
     let mut bits = Vec::new();
@@ -71,7 +73,10 @@ fn every_failure_ends_the_run_with_its_message_and_a_new_engine_works() {
         (FaultKind::Errno(5), &["expert", "layer", "experts.bin", "nput/output error"]),
         (FaultKind::Truncated, &["expert", "layer", "experts.bin", "ended"]),
         (stall, &["expert", "layer", "experts.bin"]),
-        (FaultKind::BitFlip { bit: 77 }, &["expert", "layer", "experts.bin", "not what was written"]),
+        (
+            FaultKind::BitFlip { bit: 77 },
+            &["expert", "layer", "experts.bin", "not what was written"],
+        ),
     ];
     for (kind, words) in failures {
         for nth in [0, 3, 11] {

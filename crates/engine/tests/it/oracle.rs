@@ -11,7 +11,11 @@ use snowmelt_weights::Checkpoint;
 use std::ops::ControlFlow;
 
 fn options() -> EngineOptions {
-    EngineOptions { memory_bytes: Some(1 << 30), prefill_chunk: Some(64), ..EngineOptions::default() }
+    EngineOptions {
+        memory_bytes: Some(1 << 30),
+        prefill_chunk: Some(64),
+        ..EngineOptions::default()
+    }
 }
 
 /// All cases within the tolerance, and their greedy tokens.
@@ -74,7 +78,7 @@ fn greedy<B: Backend>(
 #[test]
 fn reference_backend_agrees() {
     for family in FAMILIES {
-        check(family, Reference::default(), "config.json", Residency::Streamed);
+        check(family, Reference, "config.json", Residency::Streamed);
     }
 }
 
@@ -120,9 +124,8 @@ fn attention_biases_act_where_they_should() {
     };
     let none = logits(&vec![0.0; v_bias.len()], &vec![0.0; d]);
     let (by_v, by_o) = (logits(&v_bias, &vec![0.0; d]), logits(&vec![0.0; v_bias.len()], &o_bias));
-    let apart = |a: &[f32], b: &[f32]| {
-        a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0_f32, f32::max)
-    };
+    let apart =
+        |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0_f32, f32::max);
     assert!(apart(&none, &by_v) > 0.05, "the bias is felt: {}", apart(&none, &by_v));
     assert!(apart(&by_v, &by_o) < 1e-4, "{}", apart(&by_v, &by_o));
 }

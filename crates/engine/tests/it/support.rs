@@ -53,7 +53,8 @@ fn ids(value: &Value) -> Vec<u32> {
 }
 
 pub(crate) fn cases(folder: &Path) -> Vec<Case> {
-    let json: Value = serde_json::from_slice(&fs::read(folder.join("cases.json")).unwrap()).unwrap();
+    let json: Value =
+        serde_json::from_slice(&fs::read(folder.join("cases.json")).unwrap()).unwrap();
     let tensors = tensors(&folder.join("logits.safetensors"));
     let tolerance = json["tolerance"]["f32_max_abs"].as_f64().unwrap() as f32;
     let case = |case: &Value| {
@@ -122,8 +123,8 @@ pub(crate) fn in_memory(folder: &Path) -> Checkpoint {
     Checkpoint::from_memory("in memory", &files).unwrap()
 }
 
-/// The fixture with biases of q, k, v and o in every layer (`widths`: of q, of k and v, of o): zeros,
-/// but in one layer `(layer, v, o)`.
+/// The fixture with biases of q, k, v and o in every layer (`widths`: of q, of k and v, of o):
+/// zeros, but in one layer `(layer, v, o)`.
 pub(crate) fn with_biases(
     family: &str,
     layers: usize,

@@ -6,9 +6,7 @@ use snowmelt_backend::BufType;
 use snowmelt_backend_cpu::{Activations, CpuBackend};
 use snowmelt_engine::pack::{PackOptions, pack};
 use snowmelt_engine::perplexity::perplexity;
-use snowmelt_engine::{
-    Engine, EngineOptions, GenerateOptions, Residency, Sampler, SamplerOptions,
-};
+use snowmelt_engine::{Engine, EngineOptions, GenerateOptions, Residency, Sampler, SamplerOptions};
 use snowmelt_weights::{Checkpoint, Encoding};
 use std::fs;
 use std::ops::ControlFlow;
@@ -65,8 +63,7 @@ fn assert_same_texts(engine: &mut Engine<CpuBackend>) {
         let expected = ids(&case["output_ids"]);
         let session = engine.session().unwrap();
         engine.prefill(session, &ids(&case["prompt_ids"]), &mut |_| true).unwrap();
-        let mut sampler =
-            Sampler::new(SamplerOptions::greedy(), engine.census().n_vocab).unwrap();
+        let mut sampler = Sampler::new(SamplerOptions::greedy(), engine.census().n_vocab).unwrap();
         let tokens_max = Some(expected.len());
         let generate = GenerateOptions { tokens_max, ..GenerateOptions::default() };
         let mut got = Vec::new();

@@ -97,7 +97,12 @@ fn queries_then_gates(heads: Heads) -> Vec<Range<usize>> {
 
 impl<W, Buf> Attention<W, Buf> {
     /// `name`: `layers.3.self_attn`.
-    pub(crate) fn load<L>(l: &mut L, shape: AttentionShape, layer: usize, name: &str) -> Result<Self>
+    pub(crate) fn load<L>(
+        l: &mut L,
+        shape: AttentionShape,
+        layer: usize,
+        name: &str,
+    ) -> Result<Self>
     where
         L: Loader<Weight = W, Buf = Buf>,
     {

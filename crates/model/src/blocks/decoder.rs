@@ -71,6 +71,9 @@ pub(crate) struct PreNorm<W, Buf> {
     logits: Buf,
 }
 
+/// What a family's `load` returns.
+pub(crate) type LoadedAs<L> = Result<(PreNorm<<L as Loader>::Weight, <L as Loader>::Buf>, Trunk)>;
+
 impl<W, Buf> PreNorm<W, Buf> {
     /// `layer(l, index)` loads the parts of one layer.
     pub(crate) fn load<L>(

@@ -98,7 +98,8 @@ impl DeltaShape {
 /// q, k, v, z, b, a = in_proj x
 /// q, k, v = silu(causal_conv(q, k, v))
 /// q = l2(q) / sqrt(d_key); k = l2(k)
-/// out = out_proj(norm(delta_rule(q, k, v, exp(-exp(A_log) softplus(a + dt_bias)), sigmoid b)) * silu z)
+/// decay = exp(-exp(A_log) softplus(a + dt_bias)); beta = sigmoid b
+/// out = out_proj(norm(delta_rule(q, k, v, decay, beta)) * silu z)
 /// ```
 #[derive(Debug)]
 pub(crate) struct DeltaNet<W> {

@@ -6,6 +6,6 @@ mod delta_net;
 mod ffn;
 
 pub(crate) use attention::{Attention, AttentionShape};
-pub(crate) use decoder::{LayerParts, Mixer, PreNorm, PreNormParts};
+pub(crate) use decoder::{LayerParts, LoadedAs, Mixer, PreNorm, PreNormParts};
 pub(crate) use delta_net::{DeltaNet, DeltaShape, Packing};
-pub(crate) use ffn::{Ffn, Moe, MoeShape, Mlp};
+pub(crate) use ffn::{Ffn, Mlp, Moe, MoeShape};

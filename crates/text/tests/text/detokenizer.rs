@@ -8,12 +8,18 @@ use crate::support::{byte_level_json, load, pieces_json, reference};
 
 /// Decoders as files have them, and orders that none has.
 fn decoders() -> Vec<Value> {
-    let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
+    let replace = |from: &str, to: &str| {
+        let pattern = json!({"String": from});
+        json!({"type": "Replace", "pattern": pattern, "content": to})
+    };
     let sequence = |steps: Vec<Value>| json!({"type": "Sequence", "decoders": steps});
     let fallback = json!({"type": "ByteFallback"});
     let fuse = json!({"type": "Fuse"});
     let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
-    let metaspace = |scheme: &str| json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": true});
+    let metaspace = |scheme: &str| {
+        json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme,
+            "split": true})
+    };
     vec![
         Value::Null,
         pieces_json()["decoder"].clone(),

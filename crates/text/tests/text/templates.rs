@@ -102,8 +102,8 @@ fn render(source: &str) -> Result<String, TextError> {
 fn hostile_templates_end_with_an_error() {
     let deep = "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}\
                 {% endfor %}";
-    let wide = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}\
-                {% endfor %}";
+    let wide = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}\
+                {% set ns.x = [ns.x, ns.x] %}{% endfor %}";
     let cases = [
         "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}".into(),
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}".into(),
