@@ -54,7 +54,14 @@ pub(crate) fn round(
     let n = rows.len();
     if !encoding.is_quantised() {
         let out = places.floats;
-        tools.kernels(n, n * width, |_, range| RoundFloats { x, out, width, rounding, rows, range });
+        tools.kernels(n, n * width, |_, range| RoundFloats {
+            x,
+            out,
+            width,
+            rounding,
+            rows,
+            range,
+        });
         return Input::Float(out);
     }
     let (out, layout) = (places.codes, CodeLayout::of(rounding, encoding));

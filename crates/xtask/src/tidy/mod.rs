@@ -124,9 +124,10 @@ fn has_extension(path: &str, extension: &str) -> bool {
     Path::new(path).extension().is_some_and(|found| found == extension)
 }
 
-/// Integration tests, benches, and `tests.rs` beside the code.
+/// Integration tests, benches, examples, and `tests.rs` beside the code.
 fn is_test_path(path: &str) -> bool {
-    path.contains("/tests/") || path.contains("/benches/") || path.ends_with("/tests.rs")
+    let folders = ["/tests/", "/benches/", "/examples/"];
+    folders.iter().any(|folder| path.contains(folder)) || path.ends_with("/tests.rs")
 }
 
 /// Paths, without extension, of the modules that `source` declares for tests alone.
