@@ -471,9 +471,11 @@ fn a_reader_that_leaves_is_no_error() {
     ];
     for args in cases {
         let mut command = snowmelt(args);
-        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        // Closed before the program starts: a short output would fit into the pipe.
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        command.stdout(writer).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        drop(child.stdout.take());
         let status = wait(&mut child);
         let mut stderr = String::new();
         child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
