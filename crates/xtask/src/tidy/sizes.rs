@@ -135,7 +135,7 @@ mod tests {
         expect(rule, &[(PATH, &data)], &["crates/a/src/lib.rs:1: 107 columns"]);
         expect(rule, &[("crates/a/tests/all.rs", &data)], &[]);
         let call = format!("    f(\"{}\");\n", "x".repeat(100));
-        let finding = "crates/a/tests/all.rs:1: 109 columns";
+        let finding = "crates/a/tests/all.rs:1: 110 columns";
         expect(rule, &[("crates/a/tests/all.rs", &call)], &[finding]);
     }
 
