@@ -41,7 +41,8 @@ pub(crate) fn run(args: &LogitsArgs, ui: Ui) -> Result<ExitCode> {
     let mut engine = run::open_engine(&args.engine, &checkpoint, Some(ids.len()), ui)?;
     let (n_vocab, rows) = (engine.census().n_vocab, engine.plan().rows);
     let session = engine.session()?;
-    let (unfinished, mut out) = create(&args.out, ids.len(), n_vocab)?;
+    let target = target(&args.out)?;
+    let (unfinished, mut out) = create(&target, ids.len(), n_vocab)?;
     let stoppable = Stoppable::begin();
     let bar = ui.bar(ids.len() as u64, "computing", Unit::Things("tokens"));
     let mut row = Vec::with_capacity(n_vocab * 4);
@@ -63,7 +64,7 @@ pub(crate) fn run(args: &LogitsArgs, ui: Ui) -> Result<ExitCode> {
     bar.finish_and_clear();
     let file = out.into_inner().map_err(std::io::IntoInnerError::into_error);
     file.and_then(|file| file.sync_all()).with_context(|| could_not_write(unfinished.path()))?;
-    unfinished.keep_as(&args.out).with_context(|| could_not_write(&args.out))?;
+    unfinished.keep_as(&target).with_context(|| could_not_write(&target))?;
     ui.note(format_args!("wrote {} rows of {n_vocab} to {}", ids.len(), args.out.display()));
     Ok(ExitCode::SUCCESS)
 }
@@ -72,10 +73,22 @@ fn could_not_write(path: &Path) -> String {
     format!("could not write `{}`", path.display())
 }
 
+/// The file that `path` means, behind links. What is no regular file must not be replaced by one.
+fn target(path: &Path) -> Result<PathBuf> {
+    let Ok(found) = std::fs::metadata(path) else { return Ok(path.to_owned()) };
+    ensure!(!found.is_dir(), "`{}` is a folder, expected the name of a file", path.display());
+    ensure!(
+        found.is_file(),
+        "`{}` is a device or a pipe, expected a regular file or a new name\n\
+         hint: the file is written under another name and renamed when complete",
+        path.display()
+    );
+    std::fs::canonicalize(path).with_context(|| could_not_write(path))
+}
+
 /// Begins the file beside its final place: the header is known before the first row.
 fn create(path: &Path, rows: usize, n_vocab: usize) -> Result<(Unfinished, BufWriter<File>)> {
     let name = path.file_name().with_context(|| format!("`{}` names no file", path.display()))?;
-    ensure!(!path.is_dir(), "`{}` is a folder, expected the name of a file", path.display());
     let mut temporary = name.to_owned();
     temporary.push(format!(".{}.partial", std::process::id()));
     let temporary = path.with_file_name(temporary);

@@ -172,7 +172,7 @@ impl EngineArgs {
         if plan.residency == Residency::Mapped && all > plan.budget_bytes {
             ui.warn(format_args!(
                 "the mapped model needs {}, more than the budget of {}: the system decides what \
-                 stays in memory\nhint: `--residency streamed` keeps the budget and is faster",
+                 stays in memory\nhint: `--residency streamed` keeps the budget",
                 Size(all),
                 Size(plan.budget_bytes)
             ));

@@ -638,3 +638,26 @@ fn inspect_tells_what_a_model_is() {
     assert_eq!(found["parameters"], 30_243_760);
     assert_eq!(found["experts"]["count"], 256);
 }
+
+#[test]
+fn logits_replace_no_device_and_follow_links() {
+    let folder = TempDir::new().unwrap();
+    let [ids, pipe, real, link] =
+        ["ids.json", "pipe", "real", "link"].map(|name| folder.path().join(name));
+    fs::write(&ids, "[1, 2, 3]").unwrap();
+    fs::write(&real, "old").unwrap();
+    std::os::unix::fs::symlink(&real, &link).unwrap();
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/oracle/qwen3_moe");
+    let logits = |out: &Path| {
+        let mut command = snowmelt(&["logits"]);
+        command.arg(&model).arg("--ids").arg(&ids).arg("--out").arg(out);
+        finish(command)
+    };
+    let (code, _, stderr) = logits(&pipe);
+    assert!(code == 1 && stderr.contains("is a device or a pipe"), "{code}: {stderr}");
+    assert!(!fs::metadata(&pipe).unwrap().is_file());
+    assert_eq!(logits(&link).0, 0);
+    assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+    assert!(fs::metadata(&real).unwrap().len() > 320 * 4);
+}

@@ -262,6 +262,12 @@ impl<B: Backend> StoreFetch<B> {
             return Ok(fetch);
         }
         if plan.residency == Residency::Mapped {
+            if options.check_reads {
+                return Err(EngineError::Residency {
+                    wanted: "mapped",
+                    reason: "`--check-reads` compares what is read, and nothing is read here",
+                });
+            }
             let records = mapped_records(checkpoint, census)?;
             fetch.slab = b.adopt_slab(Arc::new(records)).ok_or(EngineError::Residency {
                 wanted: "mapped",

@@ -46,6 +46,9 @@ pub(crate) fn require_silu(config: &ConfigView<'_>) -> Result<()> {
     }
 }
 
+/// More layers than any model has: a table of so many would be made before a tensor is missed.
+const LAYERS_MAX: usize = 10_000;
+
 /// Sizes of the residual stream that every family has.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Trunk {
@@ -64,8 +67,12 @@ impl Trunk {
             Some(tied) => tied,
             None => outer.opt_bool("tie_word_embeddings")?.unwrap_or(false),
         };
+        let n_layers = positive("num_hidden_layers", text.usize("num_hidden_layers")?)?;
+        if n_layers > LAYERS_MAX {
+            return refuse("num_hidden_layers", n_layers, format!("at most {LAYERS_MAX}"));
+        }
         Ok(Self {
-            n_layers: positive("num_hidden_layers", text.usize("num_hidden_layers")?)?,
+            n_layers,
             d_model: positive("hidden_size", text.usize("hidden_size")?)?,
             n_vocab: positive("vocab_size", text.usize("vocab_size")?)?,
             eps: norm_eps(text)?,

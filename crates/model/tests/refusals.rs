@@ -54,6 +54,7 @@ fn config_cases() -> Vec<(&'static str, Value, &'static [&'static str])> {
         ("hidden_size", json!(4_294_967_296_u64), &["hidden_size", "4294967296"]),
         ("hidden_size", json!(65), &["embed_tokens", "64", "65"]),
         ("num_hidden_layers", json!(5), &["layer", "4"]),
+        ("num_hidden_layers", json!(1_000_000_000), &["num_hidden_layers", "at most 10000"]),
         ("num_hidden_layers", json!(0), &["num_hidden_layers", "at least 1"]),
         ("num_attention_heads", json!(3), &["num_attention_heads", "`3`", "num_key_value_heads"]),
         ("num_key_value_heads", json!(3), &["num_attention_heads", "num_key_value_heads"]),

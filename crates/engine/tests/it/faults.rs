@@ -216,6 +216,9 @@ fn budgets_and_slots_that_are_too_small_show_the_subtraction() {
     assert!(context.contains("1048576 tokens do not fit"), "{context}");
     let digests = open(EngineOptions { check_reads: true, ..options() });
     assert!(digests.contains("snowmelt pack"), "{digests}");
+    let mapped = EngineOptions { slots: None, residency: Residency::Mapped, ..options() };
+    let mapped = open(EngineOptions { check_reads: true, ..mapped });
+    assert!(mapped.contains("nothing is read here"), "{mapped}");
 }
 
 /// The smallest budget that a refusal names is one that works.
