@@ -407,7 +407,7 @@ fn bad_input_is_named() {
         (vec!["inspect", &good], "is a file, expected a folder"),
         (vec!["run", "tiny", "Hello", "--memory", "1"], "is too small"),
         (vec!["run", "tiny", "Hello", "--slots", "0"], "too few"),
-        (vec!["run", "tiny", "Hello", "--context", "4000000000"], "do not fit"),
+        (vec!["run", "tiny", "Hello", "--context", "4000000000"], "out of range"),
         (vec!["run", "tiny", "Hello", "--temp", "-1"], "`temperature`"),
         (vec!["run", "tiny", "Hello", "--top-p", "nan"], "`top_p`"),
         (vec!["run", "tiny", "Hello", "--logit-bias", "4000000=1"], "`logit_bias`"),

@@ -59,6 +59,14 @@ pub enum EngineError {
         /// What the config allows.
         model: usize,
     },
+    /// A context that the model does not have, or none at all.
+    #[error("`--context {asked}` is out of range: this model takes 1 to {model} tokens")]
+    ContextRange {
+        /// Asked for.
+        asked: usize,
+        /// What the config allows.
+        model: usize,
+    },
     /// A step without tokens.
     #[error("the prompt is empty: a model needs at least one token to begin with")]
     EmptyPrompt,

@@ -191,7 +191,7 @@ impl Plan {
     ///
     /// # Errors
     /// [`EngineError::Budget`] with the subtraction that failed, [`EngineError::Slots`],
-    /// [`EngineError::Context`], [`EngineError::Residency`].
+    /// [`EngineError::ContextRange`], [`EngineError::Residency`].
     pub(crate) fn new(census: &Census, options: &EngineOptions, costs: Costs<'_>) -> Result<Self> {
         let vocab_bytes = census.n_vocab.max(1) * 4;
         let outputs = (LOGITS_BYTES / vocab_bytes).clamp(1, 64).max(options.sessions.min(8));
@@ -269,8 +269,8 @@ impl Planner<'_> {
         if let Some(context) = options.context_tokens
             && (context > census.context_max || context == 0)
         {
-            let (got, limit) = (context, census.context_max);
-            return Err(EngineError::Context { got, limit, model: census.context_max });
+            let model = census.context_max;
+            return Err(EngineError::ContextRange { asked: context, model });
         }
         if let Some(slots) = options.slots
             && slots < self.fewest_slots

@@ -213,7 +213,7 @@ fn budgets_and_slots_that_are_too_small_show_the_subtraction() {
     let slots = open(EngineOptions { slots: Some(1), ..options() });
     assert!(slots.contains("`--slots 1` is too few"), "{slots}");
     let context = open(EngineOptions { context_tokens: Some(1 << 20), ..options() });
-    assert!(context.contains("1048576 tokens do not fit"), "{context}");
+    assert!(context.contains("`--context 1048576` is out of range"), "{context}");
     let digests = open(EngineOptions { check_reads: true, ..options() });
     assert!(digests.contains("snowmelt pack"), "{digests}");
     let mapped = EngineOptions { slots: None, residency: Residency::Mapped, ..options() };
