@@ -40,16 +40,31 @@ pub(crate) fn prompt() -> Result<String> {
     Ok(text)
 }
 
+/// More than any context holds; a source without an end is refused instead of read for ever.
+const BYTES_MAX: u64 = 1 << 30;
+
 fn bytes(path: &Path) -> Result<Vec<u8>> {
     if path == Path::new("-") {
         return stdin();
     }
-    std::fs::read(path).with_context(|| format!("could not read `{}`", path.display()))
+    let name = format!("`{}`", path.display());
+    let file = std::fs::File::open(path).with_context(|| format!("could not read {name}"))?;
+    limited(file, &name)
 }
 
 fn stdin() -> Result<Vec<u8>> {
+    limited(std::io::stdin().lock(), "stdin")
+}
+
+fn limited(source: impl Read, name: &str) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    std::io::stdin().lock().read_to_end(&mut bytes).context("could not read stdin")?;
+    source
+        .take(BYTES_MAX + 1)
+        .read_to_end(&mut bytes)
+        .with_context(|| format!("could not read {name}"))?;
+    if bytes.len() as u64 > BYTES_MAX {
+        bail!("{name} has more than {BYTES_MAX} bytes, expected a text or token ids");
+    }
     Ok(bytes)
 }
 
