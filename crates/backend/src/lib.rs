@@ -37,6 +37,7 @@ pub use fetch::{ExpertFetch, ExpertSet, Failures, PinOwner, Ready, Routes, StepE
 pub use moe::{MoeBlock, MoeWork, RouteObserver, moe_block};
 pub use rows::{PAGE_TOKENS, Row, Rows, RowsDraft, Sequence};
 pub use verbs::{
-    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Gate, HostRecords, Limits,
-    MatrixLayout, MoeFfn, Pairing, Pass, Routed, Router, Shared, Slab, View,
+    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Glu, Groups, HeadRows,
+    HostRecords, IndexSelect, Limits, MatrixLayout, MoeFfn, Norm, Pairing, Pass, Pool, Routed,
+    Router, Scores, Selection, Shared, Slab, Spread, Unary, View,
 };

@@ -92,6 +92,10 @@ pub struct Limits {
     pub n_heads: usize,
     /// Widest attention head, or value of a recurrent head.
     pub d_head: usize,
+    /// Width of the keys of an indexer that pools them; 0 for none.
+    pub d_index: usize,
+    /// Tokens of an indexer's block; 0 where there is no indexer.
+    pub index_ratio: usize,
 }
 
 /// How pairs of a rotary embedding lie.
@@ -103,48 +107,265 @@ pub enum Pairing {
     Adjacent,
 }
 
-/// Nonlinearity of a gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Gate {
+/// The function of a gate, which multiplies another value: `f(gate) * up`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Glu {
     /// `z * sigmoid(z)`
     Silu,
     /// `sigmoid(z)`
     Sigmoid,
-}
-
-/// How a router turns logits into weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Router {
-    /// Softmax over all experts in f32, then the `top_k` greatest.
-    Softmax {
-        /// Divide the chosen weights by their sum.
-        renormalise: bool,
+    /// `0.5 z (1 + tanh(sqrt(2/pi) (z + 0.044715 z^3)))`
+    GeluTanh,
+    /// `g sigmoid(alpha g) * (u + 1)` with `g = min(gate, limit)`, `u = clamp(up, -limit, limit)`:
+    /// the only one that also changes `up`.
+    Clamped {
+        /// Factor within the sigmoid.
+        alpha: f32,
+        /// Bound of gate and up.
+        limit: f32,
     },
 }
 
+/// A function of one value, for [`Backend::activate`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Unary {
+    /// `factor * x`
+    Scale(f32),
+    /// `silu(factor * x)`
+    Silu(f32),
+    /// `cap * tanh(x / cap)`
+    Softcap(f32),
+}
+
+/// What a norm divides by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Spread {
+    /// `sqrt(mean(x^2) + eps)`
+    MeanSquare,
+    /// `sqrt(sum(x^2) + eps)`
+    SumSquare,
+    /// `sqrt(mean((x - mean(x))^2) + eps)`, after subtracting the mean.
+    Variance,
+}
+
+/// Arguments of [`Backend::norm`]: `out[t, h] = factor * x[t, h] / spread * w + bias`, and then
+/// times `f(gate[t, h])`.
+#[derive(Debug)]
+pub struct Norm<'a, W, Buf> {
+    /// The divisor.
+    pub spread: Spread,
+    /// `[1, d]` for all heads, or `[1, heads * d]`; none: ones.
+    pub w: Option<&'a W>,
+    /// As `w`; none: zeros.
+    pub bias: Option<&'a W>,
+    /// `[n, heads, d]`; [`Glu::Silu`] or [`Glu::Sigmoid`].
+    pub gate: Option<(View<'a, Buf>, Glu)>,
+    /// Parts of a row that are normed on their own.
+    pub heads: usize,
+    /// Width of a part.
+    pub d: usize,
+    /// Added to the square.
+    pub eps: f32,
+    /// Factor of all.
+    pub factor: f32,
+}
+
+impl<'a, W, Buf> Norm<'a, W, Buf> {
+    /// Root mean square norm (arXiv 1910.07467) of `shape = [heads, d]`.
+    pub fn rms(w: Option<&'a W>, [heads, d]: [usize; 2], eps: f32) -> Self {
+        let spread = Spread::MeanSquare;
+        Self { spread, w, bias: None, gate: None, heads, d, eps, factor: 1.0 }
+    }
+
+    /// Euclidean norm of `shape = [heads, d]`, then times `factor`.
+    pub fn l2([heads, d]: [usize; 2], eps: f32, factor: f32) -> Self {
+        let spread = Spread::SumSquare;
+        Self { spread, w: None, bias: None, gate: None, heads, d, eps, factor }
+    }
+
+    /// Layer norm (arXiv 1607.06450) of whole rows of `d`.
+    pub fn layer(w: &'a W, bias: &'a W, d: usize, eps: f32) -> Self {
+        let (spread, w, bias) = (Spread::Variance, Some(w), Some(bias));
+        Self { spread, w, bias, gate: None, heads: 1, d, eps, factor: 1.0 }
+    }
+
+    /// The same, gated afterwards.
+    #[must_use]
+    pub fn gated(self, z: View<'a, Buf>, f: Glu) -> Self {
+        Self { gate: Some((z, f)), ..self }
+    }
+}
+
+/// What a router makes of its logits before it chooses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scores {
+    /// Softmax over all experts in f32.
+    Softmax,
+    /// Sigmoid of each.
+    Sigmoid,
+    /// The logits choose; weights are the softmax over the chosen ones alone.
+    SoftmaxOfChosen,
+}
+
+/// Groups of experts, of which the best are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// Groups of equal size; the score of one is the sum of its two greatest choices.
+    pub count: usize,
+    /// Groups that are kept: lower index first among equals.
+    pub kept: usize,
+}
+
+/// How a router turns logits into choices and weights.
+#[derive(Debug)]
+pub struct Router<'a, W> {
+    /// Experts.
+    pub n_experts: usize,
+    /// Choices a row.
+    pub top_k: usize,
+    /// What logits become.
+    pub scores: Scores,
+    /// `[1, n_experts]`, added to the scores for the choice alone.
+    pub choice_bias: Option<&'a W>,
+    /// Limits the choice to the best groups.
+    pub groups: Option<Groups>,
+    /// Divide the chosen weights by their sum plus this.
+    pub renormalise: Option<f32>,
+    /// Factor of the weights at the end.
+    pub factor: f32,
+    /// `[1, n_experts]`: factor of each expert's weight at the end.
+    pub expert_factor: Option<&'a W>,
+}
+
+impl<W> Router<'_, W> {
+    /// Softmax over all, the greatest chosen; `renormalise`: divided by their sum.
+    pub fn softmax([n_experts, top_k]: [usize; 2], renormalise: bool) -> Self {
+        Self {
+            n_experts,
+            top_k,
+            scores: Scores::Softmax,
+            choice_bias: None,
+            groups: None,
+            renormalise: renormalise.then_some(0.0),
+            factor: 1.0,
+            expert_factor: None,
+        }
+    }
+}
+
+impl<W> Clone for Router<'_, W> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<W> Copy for Router<'_, W> {}
+
 /// Arguments of [`Backend::attention`].
 #[derive(Debug)]
-pub struct Attention<'a, Buf> {
-    /// `[n, n_heads, d_head]`
+pub struct Attention<'a, W, Buf> {
+    /// `[n, n_heads, d_key]`
     pub q: View<'a, Buf>,
-    /// `[n, n_kv_heads, d_head]`
-    pub k: View<'a, Buf>,
-    /// `[n, n_kv_heads, d_head]`
-    pub v: View<'a, Buf>,
-    /// `[n_pages, PAGE_TOKENS, n_kv_heads * d_head]`
+    /// `[n, n_kv_heads, d_key]`; none: the cache holds these rows already.
+    pub k: Option<View<'a, Buf>>,
+    /// `[n, n_kv_heads, d_value]`; none: as `k`, or values are part of the keys.
+    pub v: Option<View<'a, Buf>>,
+    /// `[n_pages, PAGE_TOKENS, n_kv_heads * d_key]`
     pub k_cache: &'a Buf,
-    /// As `k_cache`.
-    pub v_cache: &'a Buf,
+    /// `[n_pages, PAGE_TOKENS, n_kv_heads * d_value]`; none: the values are the first `d_value`
+    /// elements of each key.
+    pub v_cache: Option<&'a Buf>,
     /// Query heads; a multiple of `n_kv_heads`. Head `h` reads KV head
     /// `h / (n_heads / n_kv_heads)`.
     pub n_heads: usize,
     /// Key and value heads.
     pub n_kv_heads: usize,
-    /// Width of a head.
-    pub d_head: usize,
+    /// Width of a query or key head.
+    pub d_key: usize,
+    /// Width of a value head.
+    pub d_value: usize,
     /// Factor of the scores.
     pub scale: f32,
+    /// Tokens that a query sees, itself among them; none: all.
+    pub window: Option<usize>,
+    /// `[1, n_heads]`: a score of each head that takes part in the softmax and has no value.
+    pub sinks: Option<&'a W>,
+    /// Tokens that each query sees; none: all.
+    pub selection: Option<&'a Selection<Buf>>,
+}
+
+/// How block keys are made from keys of tokens, for [`IndexSelect`].
+#[derive(Debug)]
+pub struct Pool<'a, W> {
+    /// Tokens of a block; its key is their mean, in f32.
+    pub ratio: usize,
+    /// `[1, d]`: weight of the root mean square norm of block keys.
+    pub norm: &'a W,
+    /// Its epsilon.
+    pub eps: f32,
+    /// `[1, r/2]`: frequencies of the rotation at the position of the block's first token, of its
+    /// first `r` elements, paired in halves.
+    pub inv_freq: &'a W,
+    /// Factor of cosines and sines.
+    pub rotary_scale: f32,
+}
+
+/// Arguments of [`Backend::index_select`].
+#[derive(Debug)]
+pub struct IndexSelect<'a, W, Buf> {
+    /// `[n, n_heads, d]`
+    pub q: View<'a, Buf>,
+    /// `[n, d]`
+    pub k: View<'a, Buf>,
+    /// `[n_pages, PAGE_TOKENS, d]`
+    pub k_cache: &'a Buf,
+    /// `[n, n_heads]`: factors of the heads; none: ones.
+    pub weights: Option<View<'a, Buf>>,
+    /// Heads of q.
+    pub n_heads: usize,
+    /// Width of a head.
+    pub d: usize,
+    /// Factor of the products, before the maximum with 0.
+    pub scale: f32,
+    /// Factor of the sum over heads.
+    pub sum_scale: f32,
+    /// Blocks of tokens; none: tokens are chosen one by one.
+    pub pool: Option<Pool<'a, W>>,
+    /// Most blocks that a row chooses.
+    pub top: usize,
+    /// `[n, 1 + top]`, from open.
+    pub ids: &'a Buf,
+}
+
+/// Tokens that [`Backend::index_select`] chose; they stay on the device.
+#[derive(Clone, Debug)]
+pub struct Selection<Buf> {
+    /// `[n, 1 + top]` u32 bits in f32 elements: a count, then block indices, ascending.
+    pub ids: Buf,
+    /// Most blocks of a row.
+    pub top: usize,
+    /// Tokens of a block. A row also sees what lies past its last complete block.
+    pub ratio: usize,
+}
+
+/// Arguments of [`Backend::linear_heads`]: rows `h * stride + first..` of a matrix belong to head
+/// `h`.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadRows {
+    /// Heads.
+    pub heads: usize,
+    /// Rows from one head to the next.
+    pub stride: usize,
+    /// First row within a head's.
+    pub first: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Elements of x from one head to the next.
+    pub x_head: usize,
+    /// Elements of out from one head to the next.
+    pub out_head: usize,
+    /// Multiply with the transposed rows.
+    pub transposed: bool,
 }
 
 /// Arguments of [`Backend::delta_step`].
@@ -205,10 +426,12 @@ impl MatrixLayout {
     }
 }
 
-/// What the bytes of a record mean: `down(silu(gate x) * up x)`. Piece 0 is `gate`, 1 is `up`,
-/// 2 is `down`. It may differ from layer to layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What the bytes of a record mean: `down(f(gate x) * up x)`, each with its bias where the family
+/// has them. Piece 0 is `gate`, 1 is `up`, 2 is `down`. It may differ from layer to layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertLayout {
+    /// The nonlinearity.
+    pub glu: Glu,
     /// `[d_expert, d_model]`
     pub gate: MatrixLayout,
     /// `[d_expert, d_model]`
@@ -385,30 +608,14 @@ pub trait Backend: Sized + 'static {
         out: View<'_, Self::Buf>,
     );
 
-    /// `out[t, h] = x[t, h] * rsqrt(mean(x[t, h]^2) + eps) * w`; `x, out: [n, heads, d]`;
-    /// `w: [1, d]`. In place.
-    #[expect(clippy::too_many_arguments, reason = "a verb names its operands")]
-    fn rms_norm(
+    /// Norms parts of rows, see [`Norm`]; `x, out: [n, heads, d]`. In place.
+    fn norm(
         &self,
         p: &mut Self::Pass,
         x: View<'_, Self::Buf>,
-        w: &Self::Weight,
-        heads: usize,
-        eps: f32,
+        norm: &Norm<'_, Self::Weight, Self::Buf>,
         n: usize,
         out: View<'_, Self::Buf>,
-    );
-
-    /// `x[t, h] *= factor * rsqrt(sum(x[t, h]^2) + eps)`; `x: [n, heads, d]`, with
-    /// `shape = [heads, d]`.
-    fn l2_norm(
-        &self,
-        p: &mut Self::Pass,
-        x: View<'_, Self::Buf>,
-        shape: [usize; 2],
-        eps: f32,
-        factor: f32,
-        n: usize,
     );
 
     /// `out = x w^T`; `x: [n, d_in]; w: [d_out, d_in]; out: [n, d_out]`.
@@ -434,10 +641,39 @@ pub trait Backend: Sized + 'static {
         n: usize,
     );
 
-    /// `out = silu(gate) * up`, all `[n, width]`. `out` may be `gate` or `up`.
-    fn swiglu(
+    /// A product for each head, see [`HeadRows`]; `w: [_, d_in]`. Plain:
+    /// `out[t, h] = w_h x[t, h]`, `x: [n, heads, d_in]; out: [n, heads, rows]`. Transposed:
+    /// `out[t, h] = w_h^T x[t, h]`, `x: [n, heads, rows]; out: [n, heads, d_in]`.
+    ///
+    /// Numerics: activations are never rounded. Plain: as [`Self::linear`]. Transposed: one chain
+    /// over the rows.
+    fn linear_heads(
         &self,
         p: &mut Self::Pass,
+        x: View<'_, Self::Buf>,
+        w: &Self::Weight,
+        heads: &HeadRows,
+        n: usize,
+        out: View<'_, Self::Buf>,
+    );
+
+    /// `out[t, h] = x[t, h]`, with `shape = [heads, x_head, out_head, width]`: elements from one
+    /// head to the next in both, and how many are copied.
+    fn copy_heads(
+        &self,
+        p: &mut Self::Pass,
+        x: View<'_, Self::Buf>,
+        shape: [usize; 4],
+        n: usize,
+        out: View<'_, Self::Buf>,
+    );
+
+    /// `out = f(gate) * up`, all `[n, width]`. `out` may be `gate` or `up`.
+    #[expect(clippy::too_many_arguments, reason = "a verb names its operands")]
+    fn glu(
+        &self,
+        p: &mut Self::Pass,
+        f: Glu,
         gate: View<'_, Self::Buf>,
         up: View<'_, Self::Buf>,
         width: usize,
@@ -445,14 +681,53 @@ pub trait Backend: Sized + 'static {
         out: View<'_, Self::Buf>,
     );
 
-    /// `x *= sigmoid(z)`; `x, z: [n, width]`
-    fn sigmoid_gate(
+    /// `x = f(x)`; `x: [n, width]`
+    fn activate(
+        &self,
+        p: &mut Self::Pass,
+        f: Unary,
+        x: View<'_, Self::Buf>,
+        width: usize,
+        n: usize,
+    );
+
+    /// `out = mean over streams of sigmoid(gate[c]) * x[c]`, with `shape = [streams, d]`;
+    /// `x, gate: [n, streams, d]; out: [n, d]`.
+    fn stream_mix(
         &self,
         p: &mut Self::Pass,
         x: View<'_, Self::Buf>,
-        z: View<'_, Self::Buf>,
-        width: usize,
+        gate: View<'_, Self::Buf>,
+        shape: [usize; 2],
         n: usize,
+        out: View<'_, Self::Buf>,
+    );
+
+    /// `x[c] += 2 sigmoid(inject[c] / streams) * y`, with `shape = [streams, d]`;
+    /// `x: [n, streams, d]; y: [n, d]; inject: [n, streams]`. Without `inject` the factor is 1.
+    fn stream_join(
+        &self,
+        p: &mut Self::Pass,
+        x: View<'_, Self::Buf>,
+        y: View<'_, Self::Buf>,
+        inject: Option<View<'_, Self::Buf>>,
+        shape: [usize; 2],
+        n: usize,
+    );
+
+    /// `out[c] = sigmoid(sign(s) sqrt(max(|s|, 1e-6))) * value` with
+    /// `s = key[c] . query[c] / sqrt(d)`, and `shape = [streams, d]`;
+    /// `key, query, out: [n, streams, d]; value: [n, d]`.
+    #[expect(clippy::too_many_arguments, reason = "a verb names its operands")]
+    fn row_gate(
+        &self,
+        p: &mut Self::Pass,
+        key: View<'_, Self::Buf>,
+        query: View<'_, Self::Buf>,
+        value: View<'_, Self::Buf>,
+        shape: [usize; 2],
+        n: usize,
+        out: View<'_, Self::Buf>,
     );
 
     /// Angles of a step: `out: [n, 2, d/2]` = `scale * cos(position * f)`, then sines;
@@ -479,26 +754,40 @@ pub trait Backend: Sized + 'static {
     );
 
     /// Writes K and V of all rows into the caches, rounded to their type, then attends causally
-    /// over the whole sequence. `out: [n, n_heads, d_head]`.
+    /// over what each row sees of its sequence. `out: [n, n_heads, d_value]`.
     ///
-    /// Numerics: blocks of keys on absolute positions, ascending.
+    /// Numerics: blocks of keys on absolute positions, ascending; what a row does not see takes no
+    /// part, so a selection of everything gives the same bits as none.
     fn attention(
         &self,
         p: &mut Self::Pass,
-        args: &Attention<'_, Self::Buf>,
+        args: &Attention<'_, Self::Weight, Self::Buf>,
         rows: &Rows,
         out: View<'_, Self::Buf>,
     );
 
-    /// Depthwise causal convolution, then `silu`:
-    /// `out[t, c] = silu(sum_k w[c, k] * x[t-K+1+k, c])`;
-    /// `x, out: [n, C]; w: [C, K]`; `state: [n_fixed, K-1, C]` f32 holds the inputs of the last
-    /// K-1 tokens, oldest first, and is moved on. Not in place.
+    /// Writes keys of all rows into the cache, then chooses for each row, of the complete blocks
+    /// among the tokens up to itself, the `top` with the greatest
+    /// `sum_scale * sum over heads of weights[h] * max(0, scale * q[h] . key)`; equal ones: the
+    /// lower index first. Fewer blocks: all of them.
+    fn index_select(
+        &self,
+        p: &mut Self::Pass,
+        args: &IndexSelect<'_, Self::Weight, Self::Buf>,
+        rows: &Rows,
+    ) -> Selection<Self::Buf>;
+
+    /// Depthwise causal convolution, then `silu`, with dilation `D`:
+    /// `out[t, c] = silu(sum_k w[c, k] * x[t-D*(K-1-k), c])`;
+    /// `x, out: [n, C]; w: [C, K]`; `state: [n_fixed, D*(K-1), C]` f32 holds the inputs of the last
+    /// tokens, oldest first, and is moved on. Not in place.
+    #[expect(clippy::too_many_arguments, reason = "a verb names its operands")]
     fn causal_conv(
         &self,
         p: &mut Self::Pass,
         x: View<'_, Self::Buf>,
         w: &Self::Weight,
+        dilation: usize,
         state: &Self::Buf,
         rows: &Rows,
         out: View<'_, Self::Buf>,
@@ -527,36 +816,20 @@ pub trait Backend: Sized + 'static {
         out: View<'_, Self::Buf>,
     );
 
-    /// `x[t, h] = x[t, h] * rsqrt(mean(x[t, h]^2) + eps) * w * gate(z[t, h])`, in place;
-    /// `x, z: [n, heads, d]; w: [1, d]`.
-    #[expect(clippy::too_many_arguments, reason = "a verb names its operands")]
-    fn gated_norm(
-        &self,
-        p: &mut Self::Pass,
-        x: View<'_, Self::Buf>,
-        z: View<'_, Self::Buf>,
-        w: &Self::Weight,
-        heads: usize,
-        eps: f32,
-        gate: Gate,
-        n: usize,
-    );
-
-    /// Chooses experts: `logits: [n, n_experts]`, with `shape = [n_experts, top_k]`. The choices of
-    /// a row are in descending weight; equal weights: the lower index first. `scratch`: ids and
-    /// weights, `[n, top_k]` each, from open.
+    /// Chooses experts: `logits: [n, n_experts]`. The choices of a row are in descending order of
+    /// what they were chosen by; equals: the lower index first. `scratch`: ids and weights,
+    /// `[n, top_k]` each, from open.
     fn route(
         &self,
         p: &mut Self::Pass,
         logits: View<'_, Self::Buf>,
-        shape: [usize; 2],
-        router: Router,
+        router: &Router<'_, Self::Weight>,
         n: usize,
         scratch: [&Self::Buf; 2],
     ) -> Routed<Self::Buf>;
 
     /// For each (row, choice) whose expert is among `experts`:
-    /// `out[row, choice] = down(silu(gate x[row]) * up x[row])`; `out: [n, top_k, d_model]`.
+    /// `out[row, choice] = down(f(gate x[row]) * up x[row])`; `out: [n, top_k, d_model]`.
     fn moe_ffn(
         &self,
         p: &mut Self::Pass,

@@ -91,7 +91,21 @@ impl Attend {
         let [q, k, v] = views;
         let [k_cache, v_cache] = caches;
         let scale = self.scale;
-        let args = Attention { q, k, v, k_cache, v_cache, n_heads, n_kv_heads, d_head, scale };
+        let args = Attention {
+            q,
+            k: Some(k),
+            v: Some(v),
+            k_cache,
+            v_cache: Some(v_cache),
+            n_heads,
+            n_kv_heads,
+            d_key: d_head,
+            d_value: d_head,
+            scale,
+            window: None,
+            sinks: None,
+            selection: None,
+        };
         let out = bench.output(rows.len(), q_width, way);
         bench.b.attention(&mut bench.pass, &args, &rows, out.view());
         timeline.scatter(step, &bench.finish(&out), q_width, all);

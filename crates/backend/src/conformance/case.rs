@@ -261,11 +261,11 @@ impl<'a, B: Backend> Bench<'a, B> {
     pub(super) fn route(&mut self, logits: &[f32], shape: [usize; 2]) -> Routed<B::Buf> {
         let [n_experts, top_k] = shape;
         let n = logits.len() / n_experts;
-        let router = Router::Softmax { renormalise: false };
+        let router = Router::softmax(shape, false);
         let logits = self.input(logits, n_experts, Way::WHOLE);
         let scratch = [0; 2].map(|_| self.b.alloc(n * top_k, BufType::F32));
         let scratch = [&scratch[0], &scratch[1]];
-        self.b.route(&mut self.pass, logits.view(), shape, router, n, scratch)
+        self.b.route(&mut self.pass, logits.view(), &router, n, scratch)
     }
 }
 

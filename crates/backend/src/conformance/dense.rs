@@ -1,10 +1,10 @@
-//! Verbs on rows alone: `embed`, `linear`, `add`, `swiglu`, `sigmoid_gate`, `select_outputs`.
+//! Verbs on rows alone: `embed`, `linear`, `add`, `glu`, `select_outputs`.
 
 use super::case::{Bench, Case, Suite, Way};
 use super::data::{Rng, Weights};
 use super::report::{Bound, Part, Tolerance};
 use super::timeline::Timeline;
-use crate::verbs::Backend;
+use crate::verbs::{Backend, Glu};
 use snowmelt_weights::Encoding;
 
 /// Numbers of rows that every verb is tried with.
@@ -26,7 +26,9 @@ pub(super) fn cases<B: Backend>(suite: &mut Suite<'_, B>) {
             suite.check(&Linear::new(encoding, 64, 300, n));
         }
     }
-    for kind in [Kind::Add, Kind::Swiglu, Kind::SigmoidGate] {
+    let clamped = Glu::Clamped { alpha: 1.702, limit: 2.0 };
+    let glus = [Glu::Silu, Glu::Sigmoid, Glu::GeluTanh, clamped].map(Kind::Glu);
+    for kind in [Kind::Add].into_iter().chain(glus) {
         for (n, width) in [(1, 1), (2, 7), (7, 16), (33, 37)] {
             suite.check(&Pointwise::new(kind, n, width));
         }
@@ -157,8 +159,7 @@ impl Case for Linear {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Add,
-    Swiglu,
-    SigmoidGate,
+    Glu(Glu),
 }
 
 struct Pointwise {
@@ -193,7 +194,7 @@ impl Case for Pointwise {
 
     fn ways(&self) -> Vec<Way> {
         let mut ways = Way::ROWS.to_vec();
-        if self.kind == Kind::Swiglu {
+        if self.kind != Kind::Add {
             ways.extend([Way::variant(1, "out is gate"), Way::variant(2, "out is up")]);
         }
         ways
@@ -209,14 +210,13 @@ impl Case for Pointwise {
             let fresh = bench.output(n, width, way);
             let (b, p, x_view, y_view) = (bench.b, &mut bench.pass, x.view(), y.view());
             let out = match (self.kind, way.variant) {
-                (Kind::Swiglu, 0) => &fresh,
-                (Kind::Swiglu, 2) => &y,
+                (Kind::Glu(_), 0) => &fresh,
+                (Kind::Glu(_), 2) => &y,
                 _ => &x,
             };
             match self.kind {
                 Kind::Add => b.add(p, x_view, y_view, width, n),
-                Kind::Swiglu => b.swiglu(p, x_view, y_view, width, n, out.view()),
-                Kind::SigmoidGate => b.sigmoid_gate(p, x_view, y_view, width, n),
+                Kind::Glu(f) => b.glu(p, f, x_view, y_view, width, n, out.view()),
             }
             timeline.scatter(&step, &bench.finish(out), width, &mut all);
         }

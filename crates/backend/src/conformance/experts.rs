@@ -7,8 +7,8 @@ use super::report::{Bound, Part, Tolerance, same};
 use super::timeline::Timeline;
 use crate::fetch::{PinOwner, Ready};
 use crate::verbs::{
-    Backend, BufType, ExpertLayout, Experts, HostRecords, MatrixLayout, MoeFfn, Pass, Routed, Slab,
-    View,
+    Backend, BufType, ExpertLayout, Experts, Glu, HostRecords, MatrixLayout, MoeFfn, Pass, Routed,
+    Slab, View,
 };
 use snowmelt_weights::Encoding::{self, Bf16, F16, F32, Q4G32, Q4G64, Q8};
 use std::sync::{Arc, Weak};
@@ -87,7 +87,7 @@ fn layout(encodings: [Encoding; 3], [d_model, d_expert]: [usize; 2]) -> ExpertLa
     let down = matrix(2, d_model, d_expert, 64);
     let gate = matrix(0, d_expert, d_model, after(&down));
     let up = matrix(1, d_expert, d_model, after(&gate));
-    ExpertLayout { gate, up, down }
+    ExpertLayout { glu: Glu::Silu, gate, up, down }
 }
 
 fn record(rng: &mut Rng, layout: &ExpertLayout) -> Vec<u8> {

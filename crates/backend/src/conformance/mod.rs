@@ -47,6 +47,8 @@ pub const LIMITS: Limits = Limits {
     context_tokens: 32_768,
     n_heads: 16,
     d_head: 128,
+    d_index: 128,
+    index_ratio: 1,
 };
 
 /// Every group. A few seconds in release.
@@ -64,12 +66,12 @@ pub fn state<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
     case::group(b, tolerance, state::cases)
 }
 
-/// `embed`, `linear`, `add`, `swiglu`, `sigmoid_gate`, `select_outputs`.
+/// `embed`, `linear`, `add`, `glu`, `select_outputs`.
 pub fn dense<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
     case::group(b, tolerance, dense::cases)
 }
 
-/// `rms_norm`, `l2_norm`, `gated_norm`.
+/// `norm`.
 pub fn norms<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
     case::group(b, tolerance, norms::cases)
 }

@@ -1,15 +1,15 @@
-//! `rms_norm`, `l2_norm`, `gated_norm`.
+//! `norm`.
 
 use super::case::{Bench, Case, Suite, Way};
 use super::data::{Rng, Weights};
 use super::dense::ROWS;
 use super::report::Part;
 use super::timeline::Timeline;
-use crate::verbs::{Backend, Gate};
+use crate::verbs::{self, Backend, Glu};
 use snowmelt_weights::Encoding;
 
 pub(super) fn cases<B: Backend>(suite: &mut Suite<'_, B>) {
-    let kinds = [Kind::Rms, Kind::L2, Kind::Gated(Gate::Silu), Kind::Gated(Gate::Sigmoid)];
+    let kinds = [Kind::Rms, Kind::L2, Kind::Gated(Glu::Silu), Kind::Gated(Glu::Sigmoid)];
     let shapes = [(1, 1), (1, 37), (3, 5), (2, 64), (5, 100), (1, 512)];
     let encodings = [Encoding::F32, Encoding::Bf16, Encoding::F16];
     for kind in kinds {
@@ -24,7 +24,7 @@ pub(super) fn cases<B: Backend>(suite: &mut Suite<'_, B>) {
 enum Kind {
     Rms,
     L2,
-    Gated(Gate),
+    Gated(Glu),
 }
 
 struct Norm {
@@ -82,11 +82,12 @@ impl Case for Norm {
             let fresh = bench.output(n, width, way);
             let (b, p) = (bench.b, &mut bench.pass);
             let out = if self.kind == Kind::Rms && way.variant == 0 { &fresh } else { &x };
-            match self.kind {
-                Kind::Rms => b.rms_norm(p, x.view(), &w, heads, EPS, n, out.view()),
-                Kind::L2 => b.l2_norm(p, x.view(), [heads, d], EPS, FACTOR, n),
-                Kind::Gated(gate) => b.gated_norm(p, x.view(), z.view(), &w, heads, EPS, gate, n),
-            }
+            let norm = match self.kind {
+                Kind::Rms => verbs::Norm::rms(Some(&w), [heads, d], EPS),
+                Kind::L2 => verbs::Norm::l2([heads, d], EPS, FACTOR),
+                Kind::Gated(f) => verbs::Norm::rms(Some(&w), [heads, d], EPS).gated(z.view(), f),
+            };
+            b.norm(p, x.view(), &norm, n, out.view());
             timeline.scatter(&step, &bench.finish(out), width, &mut all);
         }
         vec![Part::new("out", width, all)]

@@ -93,7 +93,7 @@ impl Case for Conv {
             let rows = self.timeline.rows(&step);
             let x = bench.input(&self.timeline.gather(&step, &self.x, channels), channels, way);
             let out = bench.output(rows.len(), channels, way);
-            bench.b.causal_conv(&mut bench.pass, x.view(), &w, &state, &rows, out.view());
+            bench.b.causal_conv(&mut bench.pass, x.view(), &w, 1, &state, &rows, out.view());
             self.timeline.scatter(&step, &bench.finish(&out), channels, &mut all);
         }
         // The state is a copy of inputs: nothing may round it.

@@ -91,7 +91,7 @@ impl Case for Route {
     fn run<B: Backend>(&self, bench: &mut Bench<'_, B>, way: Way) -> Vec<Part> {
         let [n_experts, top_k] = self.shape;
         let timeline = Timeline::new(&[self.n]);
-        let router = Router::Softmax { renormalise: self.renormalise };
+        let router = Router::softmax(self.shape, self.renormalise);
         let mut ids = vec![f32::NAN; self.n * top_k];
         let mut weights = ids.clone();
         for step in timeline.steps(way) {
@@ -101,7 +101,7 @@ impl Case for Route {
             // Longer than needed, as scratch from open is.
             let scratch = [0; 2].map(|_| bench.b.alloc(300 * top_k, BufType::F32));
             let (b, p, scratch) = (bench.b, &mut bench.pass, [&scratch[0], &scratch[1]]);
-            let routed = b.route(p, logits.view(), self.shape, router, numbers.len(), scratch);
+            let routed = b.route(p, logits.view(), &router, numbers.len(), scratch);
             let mut routes = Routes::default();
             p.read_routes(&routed, &mut routes).expect("the device works");
             let chosen = routes.ids.chunks_exact(top_k);

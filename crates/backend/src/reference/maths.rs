@@ -1,6 +1,6 @@
 //! Formulas of the reference on plain slices. Sums run in f64 and are rounded to f32 once.
 
-use crate::verbs::{Gate, Pairing};
+use crate::verbs::{Glu, Groups, Pairing, Scores, Spread, Unary};
 
 /// `sum a_i b_i`
 pub(super) fn dot(a: &[f32], b: &[f32]) -> f64 {
@@ -23,12 +23,44 @@ fn softplus(z: f64) -> f64 {
     z.max(0.0) + (-z.abs()).exp().ln_1p()
 }
 
-/// See [`Gate`].
-pub(super) fn gate(gate: Gate, z: f64) -> f64 {
-    match gate {
-        Gate::Silu => silu(z),
-        Gate::Sigmoid => sigmoid(z),
+/// `f(gate) * up`, see [`Glu`].
+pub(super) fn glu(f: Glu, gate: f64, up: f64) -> f64 {
+    match f {
+        Glu::Silu => silu(gate) * up,
+        Glu::Sigmoid => sigmoid(gate) * up,
+        Glu::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044_715 * gate.powi(3));
+            0.5 * gate * (1.0 + inner.tanh()) * up
+        }
+        Glu::Clamped { alpha, limit } => {
+            let limit = limit as f64;
+            let (gate, up) = (gate.min(limit), up.clamp(-limit, limit));
+            gate * sigmoid(alpha as f64 * gate) * (up + 1.0)
+        }
     }
+}
+
+/// See [`Unary`].
+pub(super) fn unary(f: Unary, x: f64) -> f64 {
+    match f {
+        Unary::Scale(factor) => factor as f64 * x,
+        Unary::Silu(factor) => silu(factor as f64 * x),
+        Unary::Softcap(cap) => cap as f64 * (x / cap as f64).tanh(),
+    }
+}
+
+/// What a part of a row is shifted and multiplied by, see [`Spread`].
+pub(super) fn spread(kind: Spread, x: &[f32], eps: f32) -> (f64, f64) {
+    let d = x.len() as f64;
+    let (shift, square) = match kind {
+        Spread::MeanSquare => (0.0, dot(x, x) / d),
+        Spread::SumSquare => (0.0, dot(x, x)),
+        Spread::Variance => {
+            let mean = x.iter().map(|&x| x as f64).sum::<f64>() / d;
+            (mean, x.iter().map(|&x| (x as f64 - mean).powi(2)).sum::<f64>() / d)
+        }
+    };
+    (shift, 1.0 / (square + eps as f64).sqrt())
 }
 
 /// `exp(-exp(a_log) * softplus(a + dt_bias))`
@@ -41,9 +73,19 @@ pub(super) fn linear(x: &[f32], w: &[f32]) -> Vec<f32> {
     w.chunks_exact(x.len()).map(|w| dot(x, w) as f32).collect()
 }
 
-/// `silu(gate) * up`
-pub(super) fn swiglu(gate: &[f32], up: &[f32]) -> Vec<f32> {
-    gate.iter().zip(up).map(|(&gate, &up)| (silu(gate as f64) * up as f64) as f32).collect()
+/// `x w` for one row; `w: [x.len(), d]`.
+pub(super) fn linear_transposed(x: &[f32], w: &[f32]) -> Vec<f32> {
+    let d = w.len() / x.len();
+    (0..d)
+        .map(|i| {
+            x.iter().enumerate().map(|(j, &x)| x as f64 * w[j * d + i] as f64).sum::<f64>() as f32
+        })
+        .collect()
+}
+
+/// `f(gate) * up`
+pub(super) fn glu_rows(f: Glu, gate: &[f32], up: &[f32]) -> Vec<f32> {
+    gate.iter().zip(up).map(|(&gate, &up)| glu(f, gate as f64, up as f64) as f32).collect()
 }
 
 /// Rotates pairs of one head by the angles whose cosines and sines are given.
@@ -61,14 +103,22 @@ pub(super) fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32], pairing: Pairin
 }
 
 /// Softmax attention of one query head over `keys` and `values`, in position order:
-/// `sum_s softmax(scale * q.k_s)_s v_s`.
-pub(super) fn attend(q: &[f32], keys: &[&[f32]], values: &[&[f32]], scale: f32) -> Vec<f32> {
+/// `sum_s softmax(scale * q.k_s)_s v_s`. A `sink` is one more score, without a value.
+pub(super) fn attend(
+    q: &[f32],
+    keys: &[&[f32]],
+    values: &[&[f32]],
+    scale: f32,
+    sink: Option<f32>,
+) -> Vec<f32> {
     let scores: Vec<f64> = keys.iter().map(|k| scale as f64 * dot(q, k)).collect();
-    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sink = sink.map_or(f64::NEG_INFINITY, |sink| sink as f64);
+    let max = scores.iter().copied().fold(sink, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
-    let sum: f64 = weights.iter().sum();
+    let sum: f64 = weights.iter().sum::<f64>() + (sink - max).exp();
     let weighted = |i: usize| weights.iter().zip(values).map(|(w, v)| w * v[i] as f64).sum::<f64>();
-    (0..q.len()).map(|i| (weighted(i) / sum) as f32).collect()
+    let d = values.first().map_or(0, |v| v.len());
+    (0..d).map(|i| (weighted(i) / sum) as f32).collect()
 }
 
 /// One token of the gated delta rule (Yang et al., "Gated Delta Networks", equation 10), for one
@@ -102,22 +152,86 @@ pub(super) fn delta(
         .collect()
 }
 
-/// Softmax over all logits, then the `top_k` greatest weights, descending; equal ones by index.
-/// A NaN counts as least: a row of NaN chooses experts 0, 1, ... with weights of NaN.
-pub(super) fn choose(logits: &[f32], top_k: usize, renormalise: bool) -> Vec<(u32, f32)> {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let exps: Vec<f64> = logits.iter().map(|&l| (l as f64 - max as f64).exp()).collect();
+/// Indices of the greatest `count`, descending; of equal ones the lower index first. A NaN counts
+/// as least.
+pub(super) fn greatest(scores: &[f32], count: usize) -> Vec<u32> {
+    let rank = |i: u32| {
+        let score = scores[i as usize];
+        if score.is_nan() { f32::NEG_INFINITY } else { score + 0.0 }
+    };
+    let mut order: Vec<u32> = (0..scores.len() as u32).collect();
+    // A stable sort leaves equal ones in index order.
+    order.sort_by(|&a, &b| rank(b).total_cmp(&rank(a)));
+    order.truncate(count);
+    order
+}
+
+/// Softmax of some logits, in f64.
+fn softmax(logits: impl Iterator<Item = f32> + Clone) -> Vec<f64> {
+    let max = logits.clone().fold(f32::NEG_INFINITY, f32::max);
+    let exps: Vec<f64> = logits.map(|l| (l as f64 - max as f64).exp()).collect();
     let sum: f64 = exps.iter().sum();
-    let mut order: Vec<(u32, f32)> = (0..).zip(exps.iter().map(|exp| (exp / sum) as f32)).collect();
-    let rank = |weight: f32| if weight.is_nan() { f32::NEG_INFINITY } else { weight };
-    // A stable sort leaves equal weights in index order.
-    order.sort_by(|a, b| rank(b.1).total_cmp(&rank(a.1)));
-    order.truncate(top_k);
-    if renormalise {
-        let sum: f64 = order.iter().map(|&(_, weight)| weight as f64).sum();
-        for (_, weight) in &mut order {
-            *weight = (*weight as f64 / sum) as f32;
+    exps.into_iter().map(|exp| exp / sum).collect()
+}
+
+/// What a router is, with its vectors as slices.
+pub(super) struct Choice<'a> {
+    pub(super) top_k: usize,
+    pub(super) scores: Scores,
+    pub(super) bias: Option<&'a [f32]>,
+    pub(super) groups: Option<Groups>,
+    pub(super) renormalise: Option<f32>,
+    pub(super) factor: f32,
+    pub(super) expert_factor: Option<&'a [f32]>,
+}
+
+impl Choice<'_> {
+    /// Experts and their weights, in the order of the choice.
+    pub(super) fn choose(&self, logits: &[f32]) -> Vec<(u32, f32)> {
+        let scores: Vec<f32> = match self.scores {
+            Scores::Softmax => {
+                softmax(logits.iter().copied()).into_iter().map(|score| score as f32).collect()
+            }
+            Scores::Sigmoid => logits.iter().map(|&l| sigmoid(l as f64) as f32).collect(),
+            Scores::SoftmaxOfChosen => logits.to_vec(),
+        };
+        let mut by = scores.clone();
+        if let Some(bias) = self.bias {
+            by.iter_mut().zip(bias).for_each(|(score, bias)| *score += bias);
+        }
+        if let Some(groups) = self.groups {
+            keep_groups(&mut by, groups);
+        }
+        let chosen = greatest(&by, self.top_k);
+        let of_chosen = chosen.iter().map(|&id| scores[id as usize]);
+        let mut weights: Vec<f64> = match self.scores {
+            Scores::SoftmaxOfChosen => softmax(of_chosen),
+            _ => of_chosen.map(|score| score as f64).collect(),
+        };
+        if let Some(eps) = self.renormalise {
+            let sum = weights.iter().sum::<f64>() + eps as f64;
+            weights.iter_mut().for_each(|weight| *weight /= sum);
+        }
+        let last = |(id, weight): (u32, f64)| {
+            let own = self.expert_factor.map_or(1.0, |factors| factors[id as usize] as f64);
+            (id, (weight * self.factor as f64 * own) as f32)
+        };
+        chosen.into_iter().zip(weights).map(last).collect()
+    }
+}
+
+/// Puts minus infinity where a group is not among the best.
+fn keep_groups(by: &mut [f32], groups: Groups) {
+    let size = by.len() / groups.count;
+    let score = |group: &[f32]| {
+        let best = greatest(group, 2);
+        best.iter().map(|&i| group[i as usize]).fold(0.0, |sum, score| sum + score)
+    };
+    let scores: Vec<f32> = by.chunks_exact(size).map(score).collect();
+    let kept = greatest(&scores, groups.kept);
+    for (group, by) in by.chunks_exact_mut(size).enumerate() {
+        if !kept.contains(&(group as u32)) {
+            by.fill(f32::NEG_INFINITY);
         }
     }
-    order
 }

@@ -20,8 +20,9 @@ pub use slots::HostSlab;
 use crate::fetch::{Ready, Routes, StepError};
 use crate::rows::{Rows, Sequence};
 use crate::verbs::{
-    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Gate, HostRecords, Limits,
-    MatrixLayout, MoeFfn, Pairing, Pass, Routed, Router, Shared, Slab, View,
+    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Glu, HeadRows, HostRecords,
+    IndexSelect, Limits, MatrixLayout, MoeFfn, Norm, Pairing, Pass, Pool, Routed, Router,
+    Selection, Shared, Slab, Unary, View,
 };
 use buffer::{load, store};
 use snowmelt_weights::Encoding;
@@ -68,11 +69,6 @@ fn ids_of(routed: &Routed<Buffer>) -> Vec<u32> {
     routed.ids.load(0..routed.n * routed.top_k).into_iter().map(f32::to_bits).collect()
 }
 
-/// Scale of a norm: `rsqrt(mean + eps)`.
-fn rsqrt(x: f64, eps: f32) -> f64 {
-    1.0 / (x + eps as f64).sqrt()
-}
-
 /// Elements of one sequence in a per-sequence buffer `[n_fixed, len]`.
 fn fixed(sequence: &Sequence, len: usize) -> Range<usize> {
     let from = sequence.fixed as usize * len;
@@ -86,21 +82,78 @@ fn piece(slab: &HostSlab, slot: u32, index: usize, layout: &MatrixLayout) -> Vec
     matrix.values
 }
 
-/// `down(silu(gate x) * up x)` for each (row, choice) that chose `expert`, whose record lies in
+/// `down(f(gate x) * up x)` for each (row, choice) that chose `expert`, whose record lies in
 /// `slot`. An expert that nobody chose is not even decoded.
 fn expert_ffn(args: &MoeFfn<'_, Reference>, ids: &[u32], expert: u32, slot: u32, out: &Buffer) {
     if !ids.contains(&expert) {
         return;
     }
-    let ExpertLayout { gate, up, down } = args.layout;
+    let ExpertLayout { glu, gate, up, down } = args.layout;
     let x = load(args.x, args.routed.n, gate.d_in);
     let matrix = |index, layout| piece(args.slab, slot, index, layout);
     let (w_gate, w_up, w_down) = (matrix(0, gate), matrix(1, up), matrix(2, down));
     for (at, _) in ids.iter().enumerate().filter(|&(_, &id)| id == expert) {
         let x = &x[at / args.routed.top_k * gate.d_in..][..gate.d_in];
-        let inner = maths::swiglu(&maths::linear(x, &w_gate), &maths::linear(x, &w_up));
+        let inner = maths::glu_rows(*glu, &maths::linear(x, &w_gate), &maths::linear(x, &w_up));
         out.store(at * down.d_out, &maths::linear(&inner, &w_down));
     }
+}
+
+/// Writes a row for each token into a per-token buffer.
+fn store_tokens(rows: &Rows, x: View<'_, Buffer>, cache: &Buffer, width: usize) {
+    let x = load(x, rows.len(), width);
+    for (row, x) in rows.rows().iter().zip(x.chunks_exact(width)) {
+        let sequence = &rows.sequences()[row.sequence as usize];
+        cache.store(rows.token_row(sequence, row.position) * width, x);
+    }
+}
+
+/// Rows of a per-token buffer at some positions of the sequence of row `t`.
+fn tokens(rows: &Rows, t: usize, cache: &Buffer, width: usize, positions: &[u32]) -> Vec<Vec<f32>> {
+    let sequence = &rows.sequences()[rows.rows()[t].sequence as usize];
+    let at = |&position: &u32| rows.token_row(sequence, position) * width;
+    positions.iter().map(at).map(|at| cache.load(at..at + width)).collect()
+}
+
+/// Positions that row `t` sees.
+fn seen(args: &Attention<'_, Matrix, Buffer>, rows: &Rows, t: usize) -> Vec<u32> {
+    let position = rows.rows()[t].position;
+    let first = args.window.map_or(0, |window| (position as usize + 1).saturating_sub(window));
+    let mut seen: Vec<u32> = (first as u32..=position).collect();
+    if let Some(Selection { ids, top, ratio }) = args.selection {
+        let row = ids.load(t * (1 + top)..(t + 1) * (1 + top));
+        let count = row[0].to_bits() as usize;
+        let chosen: Vec<u32> = row[1..=count].iter().map(|id| id.to_bits()).collect();
+        let complete = (position + 1) / *ratio as u32;
+        seen.retain(|p| {
+            let block = p / *ratio as u32;
+            block >= complete || chosen.contains(&block)
+        });
+    }
+    seen
+}
+
+/// The key of block `index`, from the keys of its tokens.
+fn pooled(pool: &Pool<'_, Matrix>, index: usize, keys: &[Vec<f32>]) -> Vec<f32> {
+    let d = keys[0].len();
+    let mean =
+        |i: usize| (keys.iter().map(|k| k[i] as f64).sum::<f64>() / keys.len() as f64) as f32;
+    let mut key: Vec<f32> = (0..d).map(mean).collect();
+    let (_, scale) = maths::spread(crate::verbs::Spread::MeanSquare, &key, pool.eps);
+    for (x, &w) in key.iter_mut().zip(&pool.norm.values) {
+        *x = (*x as f64 * scale * w as f64) as f32;
+    }
+    let angles = rotary_row((index * pool.ratio) as u32, &pool.inv_freq.values, pool.rotary_scale);
+    let (cos, sin) = angles.split_at(angles.len() / 2);
+    maths::rotate(&mut key[..angles.len()], cos, sin, Pairing::Half);
+    key
+}
+
+/// Cosines, then sines, of one position.
+fn rotary_row(position: u32, inv_freq: &[f32], scale: f32) -> Vec<f32> {
+    let angles = inv_freq.iter().map(|f| (position as f32 * f) as f64);
+    let cos = angles.clone().map(|angle| (scale as f64 * angle.cos()) as f32);
+    cos.chain(angles.map(|angle| (scale as f64 * angle.sin()) as f32)).collect()
 }
 
 impl Backend for Reference {
@@ -162,44 +215,32 @@ impl Backend for Reference {
         store(out, d, &values);
     }
 
-    fn rms_norm(
+    fn norm(
         &self,
         _: &mut Eager,
         x: View<'_, Buffer>,
-        w: &Matrix,
-        heads: usize,
-        eps: f32,
+        norm: &Norm<'_, Matrix, Buffer>,
         n: usize,
         out: View<'_, Buffer>,
     ) {
-        let d = w.d_in;
+        let &Norm { heads, d, eps, factor, .. } = norm;
         let mut x = load(x, n, heads * d);
-        for x in x.chunks_exact_mut(d) {
-            let scale = rsqrt(maths::dot(x, x) / d as f64, eps);
-            for (x, &w) in x.iter_mut().zip(&w.values) {
-                *x = (*x as f64 * scale * w as f64) as f32;
+        let gate = norm.gate.map(|(z, f)| (load(z, n, heads * d), f));
+        // A vector for all heads, or one for each.
+        let of = |w: Option<&Matrix>, i: usize| w.map(|w| w.values[i % w.d_in] as f64);
+        for (part, x) in x.chunks_exact_mut(d).enumerate() {
+            let (shift, scale) = maths::spread(norm.spread, x, eps);
+            for (i, x) in x.iter_mut().enumerate() {
+                let (at, element) = (part * d + i, part % heads * d + i);
+                let mut y = (*x as f64 - shift) * scale * factor as f64;
+                y = y * of(norm.w, element).unwrap_or(1.0) + of(norm.bias, element).unwrap_or(0.0);
+                if let Some((z, f)) = &gate {
+                    y = maths::glu(*f, z[at] as f64, y);
+                }
+                *x = y as f32;
             }
         }
         store(out, heads * d, &x);
-    }
-
-    fn l2_norm(
-        &self,
-        _: &mut Eager,
-        view: View<'_, Buffer>,
-        [heads, d]: [usize; 2],
-        eps: f32,
-        factor: f32,
-        n: usize,
-    ) {
-        let mut x = load(view, n, heads * d);
-        for x in x.chunks_exact_mut(d) {
-            let scale = factor as f64 * rsqrt(maths::dot(x, x), eps);
-            for x in x.iter_mut() {
-                *x = (*x as f64 * scale) as f32;
-            }
-        }
-        store(view, heads * d, &x);
     }
 
     fn linear(
@@ -222,29 +263,128 @@ impl Backend for Reference {
         store(x, width, &sum);
     }
 
-    fn swiglu(
+    fn linear_heads(
         &self,
         _: &mut Eager,
+        x: View<'_, Buffer>,
+        w: &Matrix,
+        heads: &HeadRows,
+        n: usize,
+        out: View<'_, Buffer>,
+    ) {
+        let (d_x, d_out) = match heads.transposed {
+            true => (heads.rows, w.d_in),
+            false => (w.d_in, heads.rows),
+        };
+        for h in 0..heads.heads {
+            let first = (h * heads.stride + heads.first) * w.d_in;
+            let w = &w.values[first..first + heads.rows * w.d_in];
+            let product = |x: &[f32]| match heads.transposed {
+                true => maths::linear_transposed(x, w),
+                false => maths::linear(x, w),
+            };
+            let x = load(x.column(h * heads.x_head), n, d_x);
+            let y: Vec<f32> = x.chunks_exact(d_x).flat_map(product).collect();
+            store(out.column(h * heads.out_head), d_out, &y);
+        }
+    }
+
+    fn copy_heads(
+        &self,
+        _: &mut Eager,
+        x: View<'_, Buffer>,
+        [heads, x_head, out_head, width]: [usize; 4],
+        n: usize,
+        out: View<'_, Buffer>,
+    ) {
+        for h in 0..heads {
+            store(out.column(h * out_head), width, &load(x.column(h * x_head), n, width));
+        }
+    }
+
+    fn glu(
+        &self,
+        _: &mut Eager,
+        f: Glu,
         gate: View<'_, Buffer>,
         up: View<'_, Buffer>,
         width: usize,
         n: usize,
         out: View<'_, Buffer>,
     ) {
-        store(out, width, &maths::swiglu(&load(gate, n, width), &load(up, n, width)));
+        store(out, width, &maths::glu_rows(f, &load(gate, n, width), &load(up, n, width)));
     }
 
-    fn sigmoid_gate(
+    fn activate(&self, _: &mut Eager, f: Unary, x: View<'_, Buffer>, width: usize, n: usize) {
+        let y: Vec<f32> =
+            load(x, n, width).iter().map(|&x| maths::unary(f, x as f64) as f32).collect();
+        store(x, width, &y);
+    }
+
+    fn stream_mix(
         &self,
         _: &mut Eager,
         x: View<'_, Buffer>,
-        z: View<'_, Buffer>,
-        width: usize,
+        gate: View<'_, Buffer>,
+        [streams, d]: [usize; 2],
+        n: usize,
+        out: View<'_, Buffer>,
+    ) {
+        let width = streams * d;
+        let (x, gate) = (load(x, n, width), load(gate, n, width));
+        let mixed = |(t, i): (usize, usize)| {
+            let at = |c: usize| t * width + c * d + i;
+            let gated = |c: usize| maths::sigmoid(gate[at(c)] as f64) * x[at(c)] as f64;
+            ((0..streams).map(gated).sum::<f64>() / streams as f64) as f32
+        };
+        let y: Vec<f32> = (0..n).flat_map(|t| (0..d).map(move |i| (t, i))).map(mixed).collect();
+        store(out, d, &y);
+    }
+
+    fn stream_join(
+        &self,
+        _: &mut Eager,
+        view: View<'_, Buffer>,
+        y: View<'_, Buffer>,
+        inject: Option<View<'_, Buffer>>,
+        [streams, d]: [usize; 2],
         n: usize,
     ) {
-        let gated = |(&x, &z): (&f32, &f32)| (x as f64 * maths::sigmoid(z as f64)) as f32;
-        let gated: Vec<f32> = load(x, n, width).iter().zip(&load(z, n, width)).map(gated).collect();
-        store(x, width, &gated);
+        let (mut x, y) = (load(view, n, streams * d), load(y, n, d));
+        let inject = inject.map(|inject| load(inject, n, streams));
+        for (part, x) in x.chunks_exact_mut(d).enumerate() {
+            let factor = inject
+                .as_ref()
+                .map_or(1.0, |inject| 2.0 * maths::sigmoid(inject[part] as f64 / streams as f64));
+            for (x, &y) in x.iter_mut().zip(&y[part / streams * d..]) {
+                *x = (*x as f64 + factor * y as f64) as f32;
+            }
+        }
+        store(view, streams * d, &x);
+    }
+
+    fn row_gate(
+        &self,
+        _: &mut Eager,
+        key: View<'_, Buffer>,
+        query: View<'_, Buffer>,
+        value: View<'_, Buffer>,
+        [streams, d]: [usize; 2],
+        n: usize,
+        out: View<'_, Buffer>,
+    ) {
+        let (key, query) = (load(key, n, streams * d), load(query, n, streams * d));
+        let value = load(value, n, d);
+        let mut result = Vec::with_capacity(key.len());
+        for (part, (key, query)) in key.chunks_exact(d).zip(query.chunks_exact(d)).enumerate() {
+            let s = maths::dot(key, query) / (d as f64).sqrt();
+            // The sign of zero is zero.
+            let sign = if s == 0.0 { 0.0 } else { s.signum() };
+            let factor = maths::sigmoid(sign * s.abs().max(1e-6).sqrt());
+            let value = &value[part / streams * d..][..d];
+            result.extend(value.iter().map(|&v| (factor * v as f64) as f32));
+        }
+        store(out, streams * d, &result);
     }
 
     fn rotary_table(
@@ -255,12 +395,8 @@ impl Backend for Reference {
         rows: &Rows,
         out: View<'_, Buffer>,
     ) {
-        let mut table = Vec::new();
-        for row in rows.rows() {
-            let angles = inv_freq.values.iter().map(|f| (row.position as f32 * f) as f64);
-            table.extend(angles.clone().map(|angle| (scale as f64 * angle.cos()) as f32));
-            table.extend(angles.map(|angle| (scale as f64 * angle.sin()) as f32));
-        }
+        let one = |row: &crate::rows::Row| rotary_row(row.position, &inv_freq.values, scale);
+        let table: Vec<f32> = rows.rows().iter().flat_map(one).collect();
         store(out, 2 * inv_freq.d_in, &table);
     }
 
@@ -286,37 +422,80 @@ impl Backend for Reference {
     fn attention(
         &self,
         _: &mut Eager,
-        args: &Attention<'_, Buffer>,
+        args: &Attention<'_, Matrix, Buffer>,
         rows: &Rows,
         out: View<'_, Buffer>,
     ) {
-        let &Attention { n_heads, n_kv_heads, d_head, scale, .. } = args;
-        let (n, width) = (rows.len(), n_kv_heads * d_head);
-        let (k, v) = (load(args.k, n, width), load(args.v, n, width));
-        let sequence_of = |t: usize| &rows.sequences()[rows.rows()[t].sequence as usize];
+        let &Attention { n_heads, n_kv_heads, d_key, d_value, scale, .. } = args;
+        let n = rows.len();
+        let k_width = n_kv_heads * d_key;
         // All rows before any query, so that a chunk reads what later chunks will read.
-        for (t, row) in rows.rows().iter().enumerate() {
-            let at = rows.token_row(sequence_of(t), row.position) * width;
-            args.k_cache.store(at, &k[t * width..][..width]);
-            args.v_cache.store(at, &v[t * width..][..width]);
+        if let Some(k) = args.k {
+            store_tokens(rows, k, args.k_cache, k_width);
         }
-        let q = load(args.q, n, n_heads * d_head);
-        let mut result = Vec::with_capacity(q.len());
-        for (t, row) in rows.rows().iter().enumerate() {
-            let cached = |cache: &Buffer| -> Vec<Vec<f32>> {
-                let at = |position| rows.token_row(sequence_of(t), position) * width;
-                (0..=row.position).map(|p| cache.load(at(p)..at(p) + width)).collect()
-            };
-            let (keys, values) = (cached(args.k_cache), cached(args.v_cache));
+        if let (Some(v), Some(cache)) = (args.v, args.v_cache) {
+            store_tokens(rows, v, cache, n_kv_heads * d_value);
+        }
+        let (v_cache, v_head) = match args.v_cache {
+            Some(cache) => (cache, d_value),
+            None => (args.k_cache, d_key),
+        };
+        let q = load(args.q, n, n_heads * d_key);
+        let mut result = Vec::with_capacity(n * n_heads * d_value);
+        for t in 0..n {
+            let seen = seen(args, rows, t);
+            let keys = tokens(rows, t, args.k_cache, k_width, &seen);
+            let values = tokens(rows, t, v_cache, n_kv_heads * v_head, &seen);
             for h in 0..n_heads {
-                let from = h / (n_heads / n_kv_heads) * d_head;
-                let keys: Vec<&[f32]> = keys.iter().map(|k| &k[from..][..d_head]).collect();
-                let values: Vec<&[f32]> = values.iter().map(|v| &v[from..][..d_head]).collect();
-                let q = &q[(t * n_heads + h) * d_head..][..d_head];
-                result.extend(maths::attend(q, &keys, &values, scale));
+                let kv_head = h / (n_heads / n_kv_heads);
+                let keys: Vec<&[f32]> =
+                    keys.iter().map(|k| &k[kv_head * d_key..][..d_key]).collect();
+                let values: Vec<&[f32]> =
+                    values.iter().map(|v| &v[kv_head * v_head..][..d_value]).collect();
+                let q = &q[(t * n_heads + h) * d_key..][..d_key];
+                let sink = args.sinks.map(|sinks| sinks.values[h]);
+                result.extend(maths::attend(q, &keys, &values, scale, sink));
             }
         }
-        store(out, n_heads * d_head, &result);
+        store(out, n_heads * d_value, &result);
+    }
+
+    fn index_select(
+        &self,
+        _: &mut Eager,
+        args: &IndexSelect<'_, Matrix, Buffer>,
+        rows: &Rows,
+    ) -> Selection<Buffer> {
+        let &IndexSelect { n_heads, d, top, .. } = args;
+        let n = rows.len();
+        store_tokens(rows, args.k, args.k_cache, d);
+        let q = load(args.q, n, n_heads * d);
+        let weights = args.weights.map(|weights| load(weights, n, n_heads));
+        let ratio = args.pool.as_ref().map_or(1, |pool| pool.ratio);
+        for t in 0..n {
+            let blocks = (rows.rows()[t].position as usize + 1) / ratio;
+            let positions: Vec<u32> = (0..(blocks * ratio) as u32).collect();
+            let mut keys = tokens(rows, t, args.k_cache, d, &positions);
+            if let Some(pool) = &args.pool {
+                keys =
+                    keys.chunks_exact(ratio).enumerate().map(|(b, k)| pooled(pool, b, k)).collect();
+            }
+            let score = |key: &Vec<f32>| {
+                let of_head = |h: usize| {
+                    let product = maths::dot(&q[(t * n_heads + h) * d..][..d], key);
+                    let weight = weights.as_ref().map_or(1.0, |weights| weights[t * n_heads + h]);
+                    weight as f64 * (args.scale as f64 * product).max(0.0)
+                };
+                (args.sum_scale as f64 * (0..n_heads).map(of_head).sum::<f64>()) as f32
+            };
+            let scores: Vec<f32> = keys.iter().map(score).collect();
+            let mut chosen = maths::greatest(&scores, top);
+            chosen.sort_unstable();
+            let mut ids = vec![f32::from_bits(chosen.len() as u32)];
+            ids.extend(chosen.into_iter().map(f32::from_bits));
+            args.ids.store(t * (1 + top), &ids);
+        }
+        Selection { ids: args.ids.clone(), top, ratio }
     }
 
     fn causal_conv(
@@ -324,6 +503,7 @@ impl Backend for Reference {
         _: &mut Eager,
         x: View<'_, Buffer>,
         w: &Matrix,
+        dilation: usize,
         state: &Buffer,
         rows: &Rows,
         out: View<'_, Buffer>,
@@ -332,14 +512,14 @@ impl Backend for Reference {
         let x = load(x, rows.len(), channels);
         let mut result = Vec::with_capacity(x.len());
         for sequence in rows.sequences() {
-            let held = fixed(sequence, (taps - 1) * channels);
-            // The inputs of all tokens from K-1 before the first row on.
+            let held = fixed(sequence, dilation * (taps - 1) * channels);
+            // The inputs of all tokens from D(K-1) before the first row on.
             let mut inputs = state.load(held.clone());
             inputs.extend(&x[sequence.rows.start * channels..sequence.rows.end * channels]);
             for t in 0..sequence.rows.len() {
                 result.extend((0..channels).map(|c| {
                     let tap = |k: usize| w.values[c * taps + k] as f64;
-                    let input = |k: usize| inputs[(t + k) * channels + c] as f64;
+                    let input = |k: usize| inputs[(t + dilation * k) * channels + c] as f64;
                     maths::silu((0..taps).map(|k| tap(k) * input(k)).sum()) as f32
                 }));
             }
@@ -401,43 +581,25 @@ impl Backend for Reference {
         store(out, n_value_heads * d_value, &result);
     }
 
-    fn gated_norm(
-        &self,
-        _: &mut Eager,
-        view: View<'_, Buffer>,
-        z: View<'_, Buffer>,
-        w: &Matrix,
-        heads: usize,
-        eps: f32,
-        gate: Gate,
-        n: usize,
-    ) {
-        let d = w.d_in;
-        let (mut x, z) = (load(view, n, heads * d), load(z, n, heads * d));
-        for (x, z) in x.chunks_exact_mut(d).zip(z.chunks_exact(d)) {
-            let scale = rsqrt(maths::dot(x, x) / d as f64, eps);
-            for i in 0..d {
-                let normed = x[i] as f64 * scale * w.values[i] as f64;
-                x[i] = (normed * maths::gate(gate, z[i] as f64)) as f32;
-            }
-        }
-        store(view, heads * d, &x);
-    }
-
     fn route(
         &self,
         _: &mut Eager,
         logits: View<'_, Buffer>,
-        [n_experts, top_k]: [usize; 2],
-        router: Router,
+        router: &Router<'_, Matrix>,
         n: usize,
         [ids, weights]: [&Buffer; 2],
     ) -> Routed<Buffer> {
-        let Router::Softmax { renormalise } = router;
+        let &Router { n_experts, top_k, scores, groups, renormalise, factor, .. } = router;
         assert!(top_k <= n_experts, "{top_k} choices among {n_experts} experts");
+        let values = |w: &'_ Matrix| w.values.clone();
+        let (bias, factors) = (router.choice_bias.map(values), router.expert_factor.map(values));
+        let (bias, expert_factor) = (bias.as_deref(), factors.as_deref());
+        let choice =
+            maths::Choice { top_k, scores, bias, groups, renormalise, factor, expert_factor };
         let logits = load(logits, n, n_experts);
         for (t, logits) in logits.chunks_exact(n_experts).enumerate() {
-            let (chosen, weight): (Vec<f32>, Vec<f32>) = maths::choose(logits, top_k, renormalise)
+            let (chosen, weight): (Vec<f32>, Vec<f32>) = choice
+                .choose(logits)
                 .into_iter()
                 .map(|(id, weight)| (f32::from_bits(id), weight))
                 .unzip();
