@@ -103,6 +103,7 @@ impl Census {
             n_experts: table.spans.len(),
             d_model: table.layout.gate.d_in,
             d_expert: table.layout.gate.d_out,
+            glu: table.layout.glu,
         };
         experts::packed_layout(&shape, encodings)
     }

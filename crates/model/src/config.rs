@@ -125,20 +125,19 @@ pub(crate) struct ExpertSizes {
     pub(crate) n_experts: usize,
     pub(crate) top_k: usize,
     pub(crate) d_expert: usize,
-    pub(crate) renormalise: bool,
 }
 
 impl ExpertSizes {
-    pub(crate) fn read(text: &ConfigView<'_>, renormalise: bool) -> Result<Self> {
-        let n_experts =
-            positive("num_experts", text.usize_any(&["num_experts", "num_local_experts"])?)?;
+    pub(crate) fn read(text: &ConfigView<'_>) -> Result<Self> {
+        let names = ["num_experts", "num_local_experts", "n_routed_experts"];
+        let n_experts = positive("num_experts", text.usize_any(&names)?)?;
         let top_k = positive("num_experts_per_tok", text.usize("num_experts_per_tok")?)?;
         if top_k > n_experts {
             let expected = format!("at most `num_experts` = {n_experts}");
             return refuse("num_experts_per_tok", top_k, expected);
         }
         let d_expert = positive("moe_intermediate_size", text.usize("moe_intermediate_size")?)?;
-        Ok(Self { n_experts, top_k, d_expert, renormalise })
+        Ok(Self { n_experts, top_k, d_expert })
     }
 }
 

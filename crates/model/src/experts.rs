@@ -3,7 +3,7 @@
 use crate::config::Result;
 use crate::error::ModelError;
 use crate::loader::require;
-use snowmelt_backend::{ExpertLayout, MatrixLayout};
+use snowmelt_backend::{ExpertLayout, Glu, MatrixLayout};
 use snowmelt_weights::{Checkpoint, Encoding, ExpertLayer, TensorInfo};
 
 /// Pieces of a record start at multiples of this.
@@ -46,6 +46,8 @@ pub struct ExpertShape {
     pub d_model: usize,
     /// Inner width.
     pub d_expert: usize,
+    /// The nonlinearity.
+    pub glu: Glu,
 }
 
 /// Finds the experts under `prefix` (`…layers.3.mlp.experts`): one tensor a projection of each
@@ -99,7 +101,7 @@ fn layout(shape: &ExpertShape, encodings: [Encoding; 3]) -> ExpertLayout {
         next = (next + matrix.bytes()).next_multiple_of(PIECE_ALIGN);
         matrix
     };
-    ExpertLayout { gate: place(0), up: place(1), down: place(2) }
+    ExpertLayout { glu: shape.glu, gate: place(0), up: place(1), down: place(2) }
 }
 
 fn table(shape: &ExpertShape, found: &[[Found; 3]]) -> ExpertTable {
@@ -208,7 +210,8 @@ fn from_packed(layer: &ExpertLayer, shape: &ExpertShape, file: u32) -> Result<Ex
         let offset = piece.offset as usize;
         matrices.push(MatrixLayout { encoding: piece.encoding, d_out, d_in, offset });
     }
-    let layout = ExpertLayout { gate: matrices[0], up: matrices[1], down: matrices[2] };
+    let [gate, up, down] = [matrices[0], matrices[1], matrices[2]];
+    let layout = ExpertLayout { glu: shape.glu, gate, up, down };
     // Whole blocks, so that a direct read lands in the slot without a copy.
     let span = |expert: u64| {
         let offset = layer.offset + expert * layer.stride;

@@ -17,6 +17,8 @@ mod loader;
 mod registry;
 mod rotary;
 
+mod deepseek;
+mod llama;
 mod qwen3_5;
 mod qwen3_moe;
 mod qwen3_next;

@@ -28,8 +28,8 @@ pub(crate) mod moe {
 
     pub(crate) fn load<L: Loader>(config: &ConfigView<'_>, l: &mut L) -> LoadedAs<L> {
         let text = text_config(config)?;
-        let sizes = ExpertSizes::read(&text, true)?;
+        let experts = Some((ExpertSizes::read(&text)?, true));
         let dense = |trunk: &Trunk| Ok(vec![false; trunk.n_layers]);
-        load_hybrid(config, &text, l, Packing::Separate, Some(sizes), dense)
+        load_hybrid(config, &text, l, Packing::Separate, experts, dense)
     }
 }

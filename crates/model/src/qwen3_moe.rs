@@ -8,14 +8,15 @@
 //! Checkpoints: Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B and 480B-A35B.
 
 use crate::blocks::{
-    Attention, AttentionShape, Ffn, LayerParts, LoadedAs, Mixer, Mlp, Moe, MoeShape, PreNorm,
-    PreNormParts,
+    Attention, AttentionShape, AttentionWork, Ffn, LayerParts, LoadedAs, Mixer, Mlp, Moe, MoeShape,
+    PreNorm, PreNormParts, RouterShape, Works,
 };
 use crate::config::{
     ExpertSizes, Heads, Result, Trunk, positive, refuse, require_silu, text_config,
 };
 use crate::loader::Loader;
 use crate::rotary::Rotary;
+use snowmelt_backend::Glu;
 use snowmelt_weights::ConfigView;
 
 pub(crate) fn load<L: Loader>(config: &ConfigView<'_>, l: &mut L) -> LoadedAs<L> {
@@ -28,30 +29,27 @@ pub(crate) fn load<L: Loader>(config: &ConfigView<'_>, l: &mut L) -> LoadedAs<L>
     let (d_model, eps) = (trunk.d_model, trunk.eps);
     let heads = Heads::read(&text, d_model)?;
     let rotary = Rotary::read(&text, heads.d_head, trunk.context_max)?;
-    let attention = AttentionShape { heads, d_model, gated: false, norm_plus: 0.0, eps };
+    let plain = AttentionShape::plain(heads, d_model, eps);
+    let attention = AttentionShape { norm_plus: Some(0.0), ..plain };
     let renormalise = text.opt_bool("norm_topk_prob")?.unwrap_or(false);
-    let sizes = ExpertSizes::read(&text, renormalise)?;
-    let moe = MoeShape { d_model, sizes, d_shared: None };
+    let sizes = ExpertSizes::read(&text)?;
+    let moe = MoeShape::silu(d_model, sizes, RouterShape::softmax(renormalise));
     let dense = dense_layers(&text, trunk.n_layers)?;
     let d_mlp = match dense.contains(&true) {
         true => positive("intermediate_size", text.usize("intermediate_size")?)?,
         false => 0,
     };
-    let moe_used = dense.contains(&false).then_some(moe);
-    let parts = PreNormParts {
-        trunk,
-        norm_plus: 0.0,
-        attention,
-        rotary: &rotary,
-        delta: None,
-        moe: moe_used,
-        d_mlp,
+    let used = dense.contains(&false).then_some(moe);
+    let parts = PreNormParts { trunk, norm_plus: 0.0, moe: used, d_mlp };
+    let works = |l: &mut L| Works {
+        attention: Some(AttentionWork::load(l, attention, &rotary)),
+        ..Works::default()
     };
-    let model = PreNorm::load(l, &parts, |l, index| {
+    let model = PreNorm::load(l, &parts, works, |l, index| {
         let mixer = Attention::load(l, attention, index, &format!("layers.{index}.self_attn"))?;
         let name = format!("layers.{index}.mlp");
         let ffn = match dense[index] {
-            true => Ffn::Mlp(Mlp::load(l, [d_model, d_mlp], &name)?),
+            true => Ffn::Mlp(Mlp::load(l, Glu::Silu, [d_model, d_mlp], &name)?),
             false => Ffn::Moe(Moe::load(l, moe, index, &name)?),
         };
         Ok(LayerParts { mixer: Mixer::Attention(mixer), ffn })

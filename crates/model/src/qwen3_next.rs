@@ -10,8 +10,9 @@
 //! Checkpoints: Qwen3-Next-80B-A3B.
 
 use crate::blocks::{
-    Attention, AttentionShape, DeltaNet, DeltaShape, Ffn, LayerParts, LoadedAs, Mixer, Mlp, Moe,
-    MoeShape, Packing, PreNorm, PreNormParts,
+    Attention, AttentionShape, AttentionWork, DeltaNet, DeltaShape, DeltaWork, Ffn, LayerParts,
+    LoadedAs, Mixer, Mlp, Moe, MoeShape, Packing, PreNorm, PreNormParts, RouterShape, SharedShape,
+    Works,
 };
 use crate::config::{
     ExpertSizes, Heads, Result, Trunk, full_attention_layers, positive, require_silu, text_config,
@@ -19,24 +20,25 @@ use crate::config::{
 use crate::loader::Loader;
 use crate::qwen3_moe::dense_layers;
 use crate::rotary::Rotary;
+use snowmelt_backend::Glu;
 use snowmelt_weights::ConfigView;
 
 pub(crate) fn load<L: Loader>(config: &ConfigView<'_>, l: &mut L) -> LoadedAs<L> {
     let text = text_config(config)?;
     let renormalise = text.opt_bool("norm_topk_prob")?.unwrap_or(true);
-    let sizes = ExpertSizes::read(&text, renormalise)?;
+    let experts = Some((ExpertSizes::read(&text)?, renormalise));
     let dense = |trunk: &Trunk| dense_layers(&text, trunk.n_layers);
-    load_hybrid(config, &text, l, Packing::ByKeyHead, Some(sizes), dense)
+    load_hybrid(config, &text, l, Packing::ByKeyHead, experts, dense)
 }
 
 /// The part that Qwen3.5 shares: everything but how projections are packed and which layers have
-/// experts. `sizes: None` is a dense model.
+/// experts. `experts`: their sizes, and whether the router renormalises; none: a dense model.
 pub(crate) fn load_hybrid<L: Loader>(
     config: &ConfigView<'_>,
     text: &ConfigView<'_>,
     l: &mut L,
     packing: Packing,
-    sizes: Option<ExpertSizes>,
+    experts: Option<(ExpertSizes, bool)>,
     dense: impl FnOnce(&Trunk) -> Result<Vec<bool>>,
 ) -> LoadedAs<L> {
     require_silu(text)?;
@@ -44,7 +46,8 @@ pub(crate) fn load_hybrid<L: Loader>(
     let (d_model, eps) = (trunk.d_model, trunk.eps);
     let heads = Heads::read(text, d_model)?;
     let rotary = Rotary::read(text, heads.d_head, trunk.context_max)?;
-    let attention = AttentionShape { heads, d_model, gated: true, norm_plus: 1.0, eps };
+    let plain = AttentionShape::plain(heads, d_model, eps);
+    let attention = AttentionShape { gated: true, norm_plus: Some(1.0), ..plain };
     let full = full_attention_layers(text, trunk.n_layers)?;
     let delta = match full.contains(&false) {
         true => Some(DeltaShape::read(text, d_model, eps)?),
@@ -55,17 +58,21 @@ pub(crate) fn load_hybrid<L: Loader>(
         true => positive("intermediate_size", text.usize("intermediate_size")?)?,
         false => 0,
     };
-    let moe = match sizes.filter(|_| dense.contains(&false)) {
-        Some(sizes) => {
-            let name = "shared_expert_intermediate_size";
-            let d_shared = Some(positive(name, text.usize(name)?)?);
-            Some(MoeShape { d_model, sizes, d_shared })
+    let moe = match experts.filter(|_| dense.contains(&false)) {
+        Some((sizes, renormalise)) => {
+            let shared = Some(gated_shared_expert(text)?);
+            let plain = MoeShape::silu(d_model, sizes, RouterShape::softmax(renormalise));
+            Some(MoeShape { shared, ..plain })
         }
         None => None,
     };
-    let parts =
-        PreNormParts { trunk, norm_plus: 1.0, attention, rotary: &rotary, delta, moe, d_mlp };
-    let model = PreNorm::load(l, &parts, |l, index| {
+    let parts = PreNormParts { trunk, norm_plus: 1.0, moe, d_mlp };
+    let works = |l: &mut L| Works {
+        attention: Some(AttentionWork::load(l, attention, &rotary)),
+        delta: delta.map(|shape| DeltaWork::load(l, shape)),
+        ..Works::default()
+    };
+    let model = PreNorm::load(l, &parts, works, |l, index| {
         let mixer = if let Some(shape) = delta.filter(|_| !full[index]) {
             let name = format!("layers.{index}.linear_attn");
             Mixer::DeltaNet(DeltaNet::load(l, shape, packing, index, &name)?)
@@ -76,9 +83,16 @@ pub(crate) fn load_hybrid<L: Loader>(
         let name = format!("layers.{index}.mlp");
         let ffn = match moe.filter(|_| !dense[index]) {
             Some(shape) => Ffn::Moe(Moe::load(l, shape, index, &name)?),
-            None => Ffn::Mlp(Mlp::load(l, [d_model, d_mlp], &name)?),
+            None => Ffn::Mlp(Mlp::load(l, Glu::Silu, [d_model, d_mlp], &name)?),
         };
         Ok(LayerParts { mixer, ffn })
     })?;
     Ok((model, trunk))
+}
+
+/// The shared expert of the Qwen families.
+pub(crate) fn gated_shared_expert(text: &ConfigView<'_>) -> Result<SharedShape> {
+    let field = "shared_expert_intermediate_size";
+    let width = positive(field, text.usize(field)?)?;
+    Ok(SharedShape { name: "shared_expert", width, gated: true })
 }

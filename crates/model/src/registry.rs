@@ -4,7 +4,7 @@ use crate::census::{Census, CensusLoader};
 use crate::config::Result;
 use crate::error::ModelError;
 use crate::loader::WeightLoader;
-use crate::{qwen3_5, qwen3_moe, qwen3_next};
+use crate::{deepseek, llama, qwen3_5, qwen3_moe, qwen3_next};
 use snowmelt_backend::{Backend, ExpertFetch, Limits, MoeWork, Rows, StepError};
 use snowmelt_weights::{Checkpoint, ConfigView};
 use std::ops::Range;
@@ -114,6 +114,11 @@ families! {
     "qwen3_next" ["qwen3_next"] => qwen3_next::load;
     "qwen3_5_moe" ["qwen3_5_moe", "qwen3_5_moe_text"] => qwen3_5::moe::load;
     "qwen3_5" ["qwen3_5", "qwen3_5_text"] => qwen3_5::load;
+    "deepseek_v3" ["deepseek_v3", "kimi_k2"] => deepseek::load;
+    "deepseek_v32" ["deepseek_v32"] => deepseek::v32::load;
+    "llama" ["llama"] => llama::load;
+    "qwen2" ["qwen2"] => llama::qwen2::load;
+    "qwen3" ["qwen3"] => llama::qwen3::load;
 }
 
 /// The family: `model_type` of the config, else of its `text_config`.

@@ -20,23 +20,39 @@ impl Rotary {
     ///
     /// Source: transformers `modeling_rope_utils.py`.
     pub(crate) fn read(text: &ConfigView<'_>, d_head: usize, context_max: usize) -> Result<Self> {
+        let partial = Self::number(text, "partial_rotary_factor")?.unwrap_or(1.0);
+        Self::of(text, d_head, partial, context_max)
+    }
+
+    /// A field of `rope_parameters` or `rope_scaling`, else of the config itself.
+    fn number(text: &ConfigView<'_>, key: &'static str) -> Result<Option<f64>> {
+        for nested in ["rope_parameters", "rope_scaling"] {
+            if let Some(nested) = text.opt_object(nested)? {
+                if let Some(value) = nested.opt_f64(key)? {
+                    return Ok(Some(value));
+                }
+                break;
+            }
+        }
+        Ok(text.opt_f64(key)?)
+    }
+
+    /// The same where the rotated part of `d_head` is known.
+    pub(crate) fn of(
+        text: &ConfigView<'_>,
+        d_head: usize,
+        partial: f64,
+        context_max: usize,
+    ) -> Result<Self> {
         let nested = match text.opt_object("rope_parameters")? {
             Some(nested) => Some(nested),
             None => text.opt_object("rope_scaling")?,
         };
-        let number = |key: &'static str| -> Result<Option<f64>> {
-            if let Some(nested) = &nested
-                && let Some(value) = nested.opt_f64(key)?
-            {
-                return Ok(Some(value));
-            }
-            Ok(text.opt_f64(key)?)
-        };
+        let number = |key: &'static str| Self::number(text, key);
         let theta = number("rope_theta")?.unwrap_or(10_000.0);
         if !(theta.is_finite() && theta > 1.0) {
             return refuse("rope_theta", theta, "a number above 1");
         }
-        let partial = number("partial_rotary_factor")?.unwrap_or(1.0);
         if !(partial > 0.0 && partial <= 1.0) {
             return refuse("partial_rotary_factor", partial, "above 0 and at most 1");
         }

@@ -1,11 +1,22 @@
-//! Grouped-query attention with per-head q and k norms, with or without an output gate.
+//! Grouped-query attention, with what families add to it: norms of q and k, biases, an output gate,
+//! a window, sinks.
 
 use crate::config::{Heads, Result};
 use crate::loader::{Loader, StateKind, Use};
 use crate::registry::Step;
 use crate::rotary::Rotary;
-use snowmelt_backend::{self as backend, Backend, Pairing, View};
+use snowmelt_backend::{self as backend, Backend, Glu, Norm, Pairing, Selection, View};
 use std::ops::Range;
+
+/// Which projections have biases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Biases {
+    None,
+    /// Those of q, k and v.
+    Qkv,
+    /// All four.
+    All,
+}
 
 /// Sizes and variants.
 #[derive(Clone, Copy, Debug)]
@@ -14,13 +25,36 @@ pub(crate) struct AttentionShape {
     pub(crate) d_model: usize,
     /// `q_proj` yields, for each head, `d_head` queries and then `d_head` gates.
     pub(crate) gated: bool,
-    /// Added to the norms' weights: 1 where they are stored centred on zero.
-    pub(crate) norm_plus: f32,
+    /// Norms of each head of q and k; the value is added to their weights: 1 where they are stored
+    /// centred on zero.
+    pub(crate) norm_plus: Option<f32>,
+    pub(crate) biases: Biases,
+    /// Each head has a sink.
+    pub(crate) sinks: bool,
+    /// Tokens that a query sees.
+    pub(crate) window: Option<usize>,
     pub(crate) eps: f32,
 }
 
+impl AttentionShape {
+    /// Nothing but heads.
+    pub(crate) fn plain(heads: Heads, d_model: usize, eps: f32) -> Self {
+        let biases = if heads.biased { Biases::All } else { Biases::None };
+        Self {
+            heads,
+            d_model,
+            gated: false,
+            norm_plus: None,
+            biases,
+            sinks: false,
+            window: None,
+            eps,
+        }
+    }
+}
+
 /// ```text
-/// q, gate = q_proj x; k = k_proj x; v = v_proj x    (with biases, where the config has them)
+/// q, gate = q_proj x; k = k_proj x; v = v_proj x    (with biases, where the family has them)
 /// q = rope(norm q); k = rope(norm k)
 /// out = o_proj(attention(q, k, v) * sigmoid(gate))
 /// ```
@@ -31,10 +65,11 @@ pub(crate) struct Attention<W, Buf> {
     k: W,
     v: W,
     o: W,
-    q_norm: W,
-    k_norm: W,
+    /// Of q and k.
+    norms: Option<[W; 2]>,
     /// Of q (and gate), k, v, o.
-    biases: Option<[Buf; 4]>,
+    biases: [Option<Buf>; 4],
+    sinks: Option<W>,
     k_state: usize,
     v_state: usize,
 }
@@ -78,8 +113,18 @@ impl<W, Buf> AttentionWork<W, Buf> {
     where
         B: Backend<Weight = W, Buf = Buf>,
     {
-        let out = View::of(&self.angles, self.d_rotary);
+        let out = self.angles();
         step.b.rotary_table(step.p, &self.inv_freq, self.rotary_scale, step.rows, out);
+    }
+
+    /// `[n, 2, d_rotary / 2]` of this step.
+    pub(crate) fn angles(&self) -> View<'_, Buf> {
+        View::of(&self.angles, self.d_rotary)
+    }
+
+    /// Frequencies and the factor of cosines and sines.
+    pub(crate) fn frequencies(&self) -> (&W, f32) {
+        (&self.inv_freq, self.rotary_scale)
     }
 }
 
@@ -106,12 +151,12 @@ impl<W, Buf> Attention<W, Buf> {
     where
         L: Loader<Weight = W, Buf = Buf>,
     {
-        let Heads { n_heads, n_kv_heads, d_head, biased } = shape.heads;
+        let Heads { n_heads, n_kv_heads, d_head, .. } = shape.heads;
         let limits = l.limits();
         limits.n_heads = limits.n_heads.max(n_heads);
         limits.d_head = limits.d_head.max(d_head);
         let (q_width, kv_width, d) = (n_heads * d_head, n_kv_heads * d_head, shape.d_model);
-        let of = |l: &L, part: &str| l.tensors().trunk(&format!("{name}.{part}.weight"));
+        let of = |l: &L, part: &str| l.tensors().trunk(&format!("{name}.{part}"));
         let (q_rows, order) = match shape.gated {
             true => (2 * q_width, queries_then_gates(shape.heads)),
             false => (q_width, Vec::new()),
@@ -120,36 +165,51 @@ impl<W, Buf> Attention<W, Buf> {
             let name = format!("layers.{layer}.{which}");
             l.state(name, StateKind::PerToken { width: kv_width })
         };
-        let biases = match biased {
-            true => {
-                let mut bias = |part: &str, len, order: &[Range<usize>]| {
-                    let name = l.tensors().trunk(&format!("{name}.{part}.bias"));
-                    l.bias(&name, len, order)
-                };
-                let (q, k) = (bias("q_proj", q_rows, &order)?, bias("k_proj", kv_width, &[])?);
-                Some([q, k, bias("v_proj", kv_width, &[])?, bias("o_proj", d, &[])?])
-            }
+        let bias = |l: &mut L, part: &str, has: bool, len, order: &[Range<usize>]| match has {
+            true => l.bias(&of(l, &format!("{part}.bias")), len, order).map(Some),
+            false => Ok(None),
+        };
+        let (qkv, all) = (shape.biases != Biases::None, shape.biases == Biases::All);
+        let biases = [
+            bias(l, "q_proj", qkv, q_rows, &order)?,
+            bias(l, "k_proj", qkv, kv_width, &[])?,
+            bias(l, "v_proj", qkv, kv_width, &[])?,
+            bias(l, "o_proj", all, d, &[])?,
+        ];
+        let norms = match shape.norm_plus {
+            Some(plus) => Some([
+                l.vector(&of(l, "q_norm.weight"), d_head, plus)?,
+                l.vector(&of(l, "k_norm.weight"), d_head, plus)?,
+            ]),
+            None => None,
+        };
+        let sinks = match shape.sinks {
+            true => Some(l.vector(&of(l, "sinks"), n_heads, 0.0)?),
             false => None,
+        };
+        let projection = |l: &mut L, part: &str, shape, order: &[Range<usize>]| {
+            l.matrix(&of(l, &format!("{part}.weight")), shape, Use::Projection, order)
         };
         Ok(Self {
             shape,
             biases,
-            q: l.matrix(&of(l, "q_proj"), [q_rows, d], Use::Projection, &order)?,
-            k: l.matrix(&of(l, "k_proj"), [kv_width, d], Use::Projection, &[])?,
-            v: l.matrix(&of(l, "v_proj"), [kv_width, d], Use::Projection, &[])?,
-            o: l.matrix(&of(l, "o_proj"), [d, q_width], Use::Projection, &[])?,
-            q_norm: l.vector(&of(l, "q_norm"), d_head, shape.norm_plus)?,
-            k_norm: l.vector(&of(l, "k_norm"), d_head, shape.norm_plus)?,
+            norms,
+            sinks,
+            q: projection(l, "q_proj", [q_rows, d], &order)?,
+            k: projection(l, "k_proj", [kv_width, d], &[])?,
+            v: projection(l, "v_proj", [kv_width, d], &[])?,
+            o: projection(l, "o_proj", [d, q_width], &[])?,
             k_state: kv(l, "k"),
             v_state: kv(l, "v"),
         })
     }
 
-    /// `x, out: [n, d_model]`
+    /// `x, out: [n, d_model]`; `selection`: the tokens that each row sees.
     pub(crate) fn forward<B, F>(
         &self,
         step: &mut Step<'_, B, F>,
         work: &AttentionWork<W, B::Buf>,
+        selection: Option<&Selection<B::Buf>>,
         x: View<'_, B::Buf>,
         out: View<'_, B::Buf>,
     ) where
@@ -162,37 +222,42 @@ impl<W, Buf> Attention<W, Buf> {
         let q = View::of(&work.q, if self.shape.gated { 2 * q_width } else { q_width });
         let (k, v) = (View::of(&work.k, kv_width), View::of(&work.v, kv_width));
         let mixed = View::of(&work.out, q_width);
-        b.linear(p, x, &self.q, n, q);
-        b.linear(p, x, &self.k, n, k);
-        b.linear(p, x, &self.v, n, v);
-        if let Some([q_bias, k_bias, v_bias, _]) = &self.biases {
-            b.add(p, q, View::row(q_bias), q.stride, n);
-            b.add(p, k, View::row(k_bias), kv_width, n);
-            b.add(p, v, View::row(v_bias), kv_width, n);
+        let parts = [(&self.q, q), (&self.k, k), (&self.v, v)];
+        for ((w, y), bias) in parts.into_iter().zip(&self.biases) {
+            b.linear(p, x, w, n, y);
+            if let Some(bias) = bias {
+                b.add(p, y, View::row(bias), y.stride, n);
+            }
         }
-        b.rms_norm(p, q, &self.q_norm, n_heads, eps, n, q);
-        b.rms_norm(p, k, &self.k_norm, n_kv_heads, eps, n, k);
-        let (d, angles) = (work.d_rotary, View::of(&work.angles, work.d_rotary));
-        b.rope(p, q, [n_heads, d_head, d], angles, Pairing::Half, n);
-        b.rope(p, k, [n_kv_heads, d_head, d], angles, Pairing::Half, n);
+        let (d, angles) = (work.d_rotary, work.angles());
+        for (i, (y, heads)) in [(q, n_heads), (k, n_kv_heads)].into_iter().enumerate() {
+            if let Some(norms) = &self.norms {
+                b.norm(p, y, &Norm::rms(Some(&norms[i]), [heads, d_head], eps), n, y);
+            }
+            b.rope(p, y, [heads, d_head, d], angles, Pairing::Half, n);
+        }
         let args = backend::Attention {
             q,
-            k,
-            v,
+            k: Some(k),
+            v: Some(v),
             k_cache: &step.state[self.k_state],
-            v_cache: &step.state[self.v_state],
+            v_cache: Some(&step.state[self.v_state]),
             n_heads,
             n_kv_heads,
-            d_head,
+            d_key: d_head,
+            d_value: d_head,
             scale: (d_head as f32).sqrt().recip(),
+            window: self.shape.window,
+            sinks: self.sinks.as_ref(),
+            selection,
         };
         b.attention(p, &args, step.rows, mixed);
         if self.shape.gated {
-            b.sigmoid_gate(p, mixed, q.column(q_width), q_width, n);
+            b.glu(p, Glu::Sigmoid, q.column(q_width), mixed, q_width, n, mixed);
         }
         b.linear(p, mixed, &self.o, n, out);
-        if let Some([.., o_bias]) = &self.biases {
-            b.add(p, out, View::row(o_bias), self.shape.d_model, n);
+        if let Some(bias) = &self.biases[3] {
+            b.add(p, out, View::row(bias), self.shape.d_model, n);
         }
     }
 }

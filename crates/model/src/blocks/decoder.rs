@@ -1,13 +1,13 @@
-//! The pre-norm decoder: what Qwen3-MoE, Qwen3-Next and Qwen3.5 have in common.
+//! The pre-norm decoder that most families are.
 
-use super::attention::{Attention, AttentionShape, AttentionWork};
-use super::delta_net::{DeltaNet, DeltaShape, DeltaWork};
+use super::attention::{Attention, AttentionWork};
+use super::delta_net::{DeltaNet, DeltaWork};
 use super::ffn::{Ffn, FfnWork, MoeShape};
+use super::latent::{Latent, LatentWork};
 use crate::config::{Result, Trunk};
 use crate::loader::{Loader, Use};
 use crate::registry::{Decoder, Step};
-use crate::rotary::Rotary;
-use snowmelt_backend::{Backend, ExpertFetch, Rows, StepError, View};
+use snowmelt_backend::{Backend, ExpertFetch, Norm, Rows, StepError, View};
 use std::ops::Range;
 
 /// The mixing half of a layer.
@@ -17,24 +17,37 @@ pub(crate) enum Mixer<W, Buf> {
     Attention(Attention<W, Buf>),
     /// Gated DeltaNet.
     DeltaNet(DeltaNet<W>),
+    /// Latent attention.
+    Latent(Latent<W, Buf>),
+}
+
+/// Scratch of each kind of mixer that the model has.
+#[derive(Debug)]
+pub(crate) struct Works<W, Buf> {
+    pub(crate) attention: Option<AttentionWork<W, Buf>>,
+    pub(crate) delta: Option<DeltaWork<Buf>>,
+    pub(crate) latent: Option<LatentWork<W, Buf>>,
+}
+
+impl<W, Buf> Default for Works<W, Buf> {
+    fn default() -> Self {
+        Self { attention: None, delta: None, latent: None }
+    }
 }
 
 /// What a family brings for each layer.
 #[derive(Debug)]
 pub(crate) struct LayerParts<W, Buf> {
     pub(crate) mixer: Mixer<W, Buf>,
-    pub(crate) ffn: Ffn<W>,
+    pub(crate) ffn: Ffn<W, Buf>,
 }
 
 /// What a family brings for the model.
-#[derive(Debug)]
-pub(crate) struct PreNormParts<'a> {
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PreNormParts {
     pub(crate) trunk: Trunk,
     /// Added to norm weights.
     pub(crate) norm_plus: f32,
-    pub(crate) attention: AttentionShape,
-    pub(crate) rotary: &'a Rotary,
-    pub(crate) delta: Option<DeltaShape>,
     pub(crate) moe: Option<MoeShape>,
     /// Widest dense MLP.
     pub(crate) d_mlp: usize,
@@ -45,7 +58,7 @@ struct Layer<W, Buf> {
     input_norm: W,
     mixer: Mixer<W, Buf>,
     post_norm: W,
-    ffn: Ffn<W>,
+    ffn: Ffn<W, Buf>,
 }
 
 /// ```text
@@ -61,8 +74,7 @@ pub(crate) struct PreNorm<W, Buf> {
     norm: W,
     /// `None`: tied to the embedding.
     head: Option<W>,
-    attention: AttentionWork<W, Buf>,
-    delta: Option<DeltaWork<Buf>>,
+    works: Works<W, Buf>,
     ffn: FfnWork<Buf>,
     x: Buf,
     normed: Buf,
@@ -75,10 +87,11 @@ pub(crate) struct PreNorm<W, Buf> {
 pub(crate) type LoadedAs<L> = Result<(PreNorm<<L as Loader>::Weight, <L as Loader>::Buf>, Trunk)>;
 
 impl<W, Buf> PreNorm<W, Buf> {
-    /// `layer(l, index)` loads the parts of one layer.
+    /// `layer(l, index)` loads the parts of one layer, `works(l)` the scratch of its mixers.
     pub(crate) fn load<L>(
         l: &mut L,
-        parts: &PreNormParts<'_>,
+        parts: &PreNormParts,
+        works: impl FnOnce(&mut L) -> Works<W, Buf>,
         mut layer: impl FnMut(&mut L, usize) -> Result<LayerParts<W, Buf>>,
     ) -> Result<Self>
     where
@@ -104,15 +117,14 @@ impl<W, Buf> PreNorm<W, Buf> {
             true => None,
             false => Some(l.matrix("lm_head.weight", [n_vocab, d], Use::Projection, &[])?),
         };
-        let d_shared = parts.moe.and_then(|moe| moe.d_shared).unwrap_or(0);
+        let d_shared = parts.moe.map_or(0, |moe| moe.shared_width());
         Ok(Self {
             trunk: parts.trunk,
             embed,
             layers,
             norm,
             head,
-            attention: AttentionWork::load(l, parts.attention, parts.rotary),
-            delta: parts.delta.map(|shape| DeltaWork::load(l, shape)),
+            works: works(l),
             ffn: FfnWork::load(l, parts.d_mlp.max(d_shared), parts.moe),
             x: l.scratch(d),
             normed: l.scratch(d),
@@ -134,18 +146,30 @@ where
         let (x, normed) = (View::of(&self.x, d), View::of(&self.normed, d));
         let mixed = View::of(&self.mixed, d);
         b.embed(step.p, &self.embed, step.rows, x);
-        self.attention.begin(step);
+        let works = &self.works;
+        if let Some(work) = &works.attention {
+            work.begin(step);
+        }
+        if let Some(work) = &works.latent {
+            work.begin(step);
+        }
+        let loaded = "loaded with its scratch";
         for layer in &self.layers {
-            b.rms_norm(step.p, x, &layer.input_norm, 1, eps, n, normed);
-            match (&layer.mixer, &self.delta) {
-                (Mixer::Attention(mixer), _) => {
-                    mixer.forward(step, &self.attention, normed, mixed);
+            b.norm(step.p, x, &Norm::rms(Some(&layer.input_norm), [1, d], eps), n, normed);
+            match &layer.mixer {
+                Mixer::Attention(mixer) => {
+                    let work = works.attention.as_ref().expect(loaded);
+                    mixer.forward(step, work, None, normed, mixed);
                 }
-                (Mixer::DeltaNet(mixer), Some(work)) => mixer.forward(step, work, normed, mixed),
-                (Mixer::DeltaNet(_), None) => unreachable!("loaded with its scratch"),
+                Mixer::DeltaNet(mixer) => {
+                    mixer.forward(step, works.delta.as_ref().expect(loaded), normed, mixed);
+                }
+                Mixer::Latent(mixer) => {
+                    mixer.forward(step, works.latent.as_ref().expect(loaded), normed, mixed);
+                }
             }
             b.add(step.p, x, mixed, d, n);
-            b.rms_norm(step.p, x, &layer.post_norm, 1, eps, n, normed);
+            b.norm(step.p, x, &Norm::rms(Some(&layer.post_norm), [1, d], eps), n, normed);
             layer.ffn.forward(step, &self.ffn, normed, mixed, x)?;
         }
         Ok(())
@@ -155,7 +179,7 @@ where
         let Trunk { d_model: d, eps, n_vocab, .. } = self.trunk;
         let (n, chosen) = (outputs.len(), View::of(&self.chosen, d));
         b.select_outputs(p, View::of(&self.x, d), d, rows, outputs.start, n, chosen);
-        b.rms_norm(p, chosen, &self.norm, 1, eps, n, chosen);
+        b.norm(p, chosen, &Norm::rms(Some(&self.norm), [1, d], eps), n, chosen);
         let head = self.head.as_ref().unwrap_or(&self.embed);
         b.linear(p, chosen, head, n, View::of(&self.logits, n_vocab));
         &self.logits

@@ -3,7 +3,7 @@
 use crate::config::{Result, multiple, positive};
 use crate::loader::{Loader, StateKind, Use};
 use crate::registry::Step;
-use snowmelt_backend::{Backend, DeltaStep, Gate, View};
+use snowmelt_backend::{Backend, DeltaStep, Glu, Norm, View};
 use snowmelt_weights::ConfigView;
 use std::ops::Range;
 
@@ -29,6 +29,8 @@ pub(crate) struct DeltaShape {
     pub(crate) d_value: usize,
     pub(crate) taps: usize,
     pub(crate) eps: f32,
+    /// The function of z in the last norm.
+    pub(crate) gate: Glu,
 }
 
 impl DeltaShape {
@@ -47,6 +49,7 @@ impl DeltaShape {
             d_value: field("linear_value_head_dim")?,
             taps: field("linear_conv_kernel_dim")?,
             eps,
+            gate: Glu::Silu,
         })
     }
 
@@ -212,10 +215,11 @@ impl<W> DeltaNet<W> {
         let decay = beta.column(s.n_value_heads);
         let q = View::of(&work.qkv, channels);
         let (k, v) = (q.column(keys), q.column(2 * keys));
-        b.causal_conv(p, wide, &self.conv, &step.state[self.conv_state], step.rows, q);
+        b.causal_conv(p, wide, &self.conv, 1, &step.state[self.conv_state], step.rows, q);
         let heads = [s.n_key_heads, s.d_key];
-        b.l2_norm(p, q, heads, L2_EPS, (s.d_key as f32).sqrt().recip(), n);
-        b.l2_norm(p, k, heads, L2_EPS, 1.0, n);
+        let q_factor = (s.d_key as f32).sqrt().recip();
+        b.norm(p, q, &Norm::l2(heads, L2_EPS, q_factor), n, q);
+        b.norm(p, k, &Norm::l2(heads, L2_EPS, 1.0), n, k);
         b.delta_gate(p, decay, beta, [&self.gates[0], &self.gates[1]], n);
         let args = DeltaStep {
             q,
@@ -231,7 +235,8 @@ impl<W> DeltaNet<W> {
         };
         let mixed = View::of(&work.mixed, values);
         b.delta_step(p, &args, step.rows, mixed);
-        b.gated_norm(p, mixed, z, &self.norm, s.n_value_heads, s.eps, Gate::Silu, n);
+        let norm = Norm::rms(Some(&self.norm), [s.n_value_heads, s.d_value], s.eps);
+        b.norm(p, mixed, &norm.gated(z, s.gate), n, mixed);
         b.linear(p, mixed, &self.out, n, out);
     }
 }
@@ -250,6 +255,7 @@ mod tests {
             d_value: 5,
             taps: 4,
             eps: 1e-6,
+            gate: Glu::Silu,
         };
         // A key head holds q 3, k 3, v 10, z 10.
         let rows: Vec<usize> = shape.qkvz_rows().into_iter().flatten().collect();
