@@ -183,6 +183,11 @@ impl Loader for CensusLoader<'_> {
         self.vector(name, len, 0.0)
     }
 
+    fn scalar(&mut self, name: &str) -> Result<f32> {
+        self.vector(name, 1, 0.0)?;
+        Ok(0.0)
+    }
+
     fn constants(&mut self, values: &[f32]) {
         self.constant_bytes += values.len() * 4;
     }

@@ -18,6 +18,7 @@ mod registry;
 mod rotary;
 
 mod deepseek;
+mod gemma4;
 mod llama;
 mod qwen3_5;
 mod qwen3_moe;

@@ -172,6 +172,12 @@ pub trait Loader {
     /// When the tensor is missing, has another shape, or cannot be read.
     fn bias(&mut self, name: &str, len: usize, rows: &[Range<usize>]) -> Result<Self::Buf>;
 
+    /// One number: 0 where only headers are read.
+    ///
+    /// # Errors
+    /// When the tensor is missing, has another shape, or cannot be read.
+    fn scalar(&mut self, name: &str) -> Result<f32>;
+
     /// A computed vector.
     fn constants(&mut self, values: &[f32]) -> Self::Weight;
 
@@ -312,6 +318,10 @@ impl<B: Backend> Loader for WeightLoader<'_, B> {
         self.backend.write(&mut pass, &buf, 0, &values);
         pass.submit();
         Ok(buf)
+    }
+
+    fn scalar(&mut self, name: &str) -> Result<f32> {
+        Ok(self.values(name, 1)?[0])
     }
 
     fn constants(&mut self, values: &[f32]) -> B::Weight {

@@ -4,7 +4,7 @@ use crate::census::{Census, CensusLoader};
 use crate::config::Result;
 use crate::error::ModelError;
 use crate::loader::WeightLoader;
-use crate::{deepseek, llama, qwen3_5, qwen3_moe, qwen3_next};
+use crate::{deepseek, gemma4, llama, qwen3_5, qwen3_moe, qwen3_next};
 use snowmelt_backend::{Backend, ExpertFetch, Limits, MoeWork, Rows, StepError};
 use snowmelt_weights::{Checkpoint, ConfigView};
 use std::ops::Range;
@@ -116,6 +116,7 @@ families! {
     "qwen3_5" ["qwen3_5", "qwen3_5_text"] => qwen3_5::load;
     "deepseek_v3" ["deepseek_v3", "kimi_k2"] => deepseek::load;
     "deepseek_v32" ["deepseek_v32"] => deepseek::v32::load;
+    "gemma4" ["gemma4", "gemma4_text"] => gemma4::load;
     "llama" ["llama"] => llama::load;
     "qwen2" ["qwen2"] => llama::qwen2::load;
     "qwen3" ["qwen3"] => llama::qwen3::load;

@@ -63,7 +63,8 @@ impl Rotary {
         }
         let kind = match &nested {
             Some(nested) => nested.opt_str("rope_type")?.or(nested.opt_str("type")?),
-            None => None,
+            // The parameters of one kind of layers, by themselves.
+            None => text.opt_str("rope_type")?,
         };
         let plain = frequencies(theta, d);
         let scaling = Scaling { number: &number, theta, d, context_max };
@@ -84,6 +85,36 @@ impl Rotary {
             "llama3" => scaling.llama3(&plain),
             other => refuse("rope_type", other, "`default`, `linear`, `yarn` or `llama3`"),
         }
+    }
+}
+
+impl Rotary {
+    /// Gemma's proportional form: the frequencies of the whole head, of which the first
+    /// `partial` turn and the others stand still.
+    pub(crate) fn proportional(
+        parameters: &ConfigView<'_>,
+        d_head: usize,
+        partial: f64,
+    ) -> Result<Self> {
+        let mut whole = Self::plain(parameters, d_head)?;
+        let turning = (partial * d_head as f64 / 2.0) as usize;
+        if !(0.0..=1.0).contains(&partial) {
+            return refuse("partial_rotary_factor", partial, "0 to 1");
+        }
+        whole.inv_freq[turning..].fill(0.0);
+        Ok(whole)
+    }
+
+    /// Without any stretching, all of the head.
+    fn plain(parameters: &ConfigView<'_>, d_head: usize) -> Result<Self> {
+        let theta = parameters.opt_f64("rope_theta")?.unwrap_or(10_000.0);
+        if !(theta.is_finite() && theta > 1.0) {
+            return refuse("rope_theta", theta, "a number above 1");
+        }
+        if d_head == 0 || d_head % 2 == 1 {
+            return refuse("head_dim", d_head, "an even number");
+        }
+        Ok(Self { d: d_head, inv_freq: frequencies(theta, d_head), scale: 1.0 })
     }
 }
 
