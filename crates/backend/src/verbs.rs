@@ -741,13 +741,13 @@ pub trait Backend: Sized + 'static {
         out: View<'_, Self::Buf>,
     );
 
-    /// Rotates the first `d` of each head in place: `x: [n, heads, d_head]`, with
-    /// `shape = [heads, d_head, d]`; `table: [n, 2, d/2]` from [`Self::rotary_table`].
+    /// Rotates `d` elements of each head, from `first` on, in place: `x: [n, heads, d_head]`, with
+    /// `shape = [heads, d_head, first, d]`; `table: [n, 2, d/2]` from [`Self::rotary_table`].
     fn rope(
         &self,
         p: &mut Self::Pass,
         x: View<'_, Self::Buf>,
-        shape: [usize; 3],
+        shape: [usize; 4],
         table: View<'_, Self::Buf>,
         pairing: Pairing,
         n: usize,

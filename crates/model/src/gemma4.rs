@@ -571,7 +571,7 @@ impl<W, Buf> Gemma4<W, Buf> {
         let angles = View::of(&work.angles[which], d);
         b.linear(p, x, &mixer.q, n, q);
         b.norm(p, q, &Norm::rms(Some(&mixer.q_norm), [n_heads, d_head], eps), n, q);
-        b.rope(p, q, [n_heads, d_head, d], angles, Pairing::Half, n);
+        b.rope(p, q, [n_heads, d_head, 0, d], angles, Pairing::Half, n);
         if let Some(own) = &mixer.own {
             b.linear(p, x, &own.k, n, k);
             let heads = [n_kv_heads, d_head];
@@ -584,7 +584,7 @@ impl<W, Buf> Gemma4<W, Buf> {
             };
             b.norm(p, raw, &Norm::rms(None, heads, eps), n, v);
             b.norm(p, k, &Norm::rms(Some(&own.k_norm), heads, eps), n, k);
-            b.rope(p, k, [n_kv_heads, d_head, d], angles, Pairing::Half, n);
+            b.rope(p, k, [n_kv_heads, d_head, 0, d], angles, Pairing::Half, n);
         }
         let [k_cache, v_cache] = mixer.states.map(|state| &step.state[state]);
         let written = mixer.own.is_some();

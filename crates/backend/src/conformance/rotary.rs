@@ -12,7 +12,14 @@ pub(super) fn cases<B: Backend>(suite: &mut Suite<'_, B>) {
         suite.check(&Table::new(d, first, scale));
     }
     for pairing in [Pairing::Half, Pairing::Adjacent] {
-        let shapes = [[1, 2, 2], [3, 6, 6], [2, 16, 4], [1, 37, 10], [4, 64, 64], [2, 128, 34]];
+        let shapes = [
+            [1, 2, 0, 2],
+            [3, 6, 0, 6],
+            [2, 16, 0, 4],
+            [1, 37, 13, 10],
+            [4, 64, 0, 64],
+            [2, 128, 94, 34],
+        ];
         for (i, shape) in shapes.into_iter().enumerate() {
             suite.check(&Rope::new(pairing, shape, [1, 2, 7, 33][i % 4]));
         }
@@ -69,7 +76,7 @@ impl Case for Table {
 
 struct Rope {
     pairing: Pairing,
-    shape: [usize; 3],
+    shape: [usize; 4],
     n: usize,
     x: Vec<f32>,
     table: Vec<f32>,
@@ -77,10 +84,10 @@ struct Rope {
 }
 
 impl Rope {
-    fn new(pairing: Pairing, shape: [usize; 3], n: usize) -> Self {
+    fn new(pairing: Pairing, shape: [usize; 4], n: usize) -> Self {
         let name = format!("rope {pairing:?} {shape:?} n {n}");
         let mut rng = Rng::named(&name);
-        let [heads, d_head, d] = shape;
+        let [heads, d_head, _, d] = shape;
         // Any numbers will do for the table.
         let (x, table) = (rng.normals(n * heads * d_head, 1.0), rng.normals(n * d, 1.0));
         Self { pairing, shape, n, x, table, name }
@@ -97,7 +104,7 @@ impl Case for Rope {
     }
 
     fn run<B: Backend>(&self, bench: &mut Bench<'_, B>, way: Way) -> Vec<Part> {
-        let [heads, d_head, d] = self.shape;
+        let [heads, d_head, _, d] = self.shape;
         let (timeline, width) = (Timeline::new(&[self.n]), heads * d_head);
         let mut all = vec![f32::NAN; self.n * width];
         for step in timeline.steps(way) {

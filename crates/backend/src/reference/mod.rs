@@ -404,7 +404,7 @@ impl Backend for Reference {
         &self,
         _: &mut Eager,
         view: View<'_, Buffer>,
-        [heads, d_head, d]: [usize; 3],
+        [heads, d_head, first, d]: [usize; 4],
         table: View<'_, Buffer>,
         pairing: Pairing,
         n: usize,
@@ -413,7 +413,7 @@ impl Backend for Reference {
         for (x, table) in x.chunks_exact_mut(heads * d_head).zip(table.chunks_exact(d)) {
             let (cos, sin) = table.split_at(d / 2);
             for head in x.chunks_exact_mut(d_head) {
-                maths::rotate(&mut head[..d], cos, sin, pairing);
+                maths::rotate(&mut head[first..first + d], cos, sin, pairing);
             }
         }
         store(view, heads * d_head, &x);

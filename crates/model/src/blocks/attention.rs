@@ -234,7 +234,7 @@ impl<W, Buf> Attention<W, Buf> {
             if let Some(norms) = &self.norms {
                 b.norm(p, y, &Norm::rms(Some(&norms[i]), [heads, d_head], eps), n, y);
             }
-            b.rope(p, y, [heads, d_head, d], angles, Pairing::Half, n);
+            b.rope(p, y, [heads, d_head, 0, d], angles, Pairing::Half, n);
         }
         let args = backend::Attention {
             q,

@@ -302,7 +302,7 @@ impl<W, Buf> Latent<W, Buf> {
             b.add(p, keys, View::row(bias), key, n);
         }
         b.norm(p, keys, &Norm::rms(Some(&self.kv_norm), [1, s.kv_lora], LATENT_EPS), n, keys);
-        b.rope(p, keys.column(s.kv_lora), [1, key, s.d_rope], angles, s.pairing, n);
+        b.rope(p, keys, [1, key, s.kv_lora, s.d_rope], angles, s.pairing, n);
         let (q, absorbed) =
             (View::of(&work.q, heads * head), View::of(&work.absorbed, heads * key));
         let stride = s.d_nope + s.d_value;
@@ -318,8 +318,7 @@ impl<W, Buf> Latent<W, Buf> {
         b.linear_heads(p, q, &self.kv_up, &up, n, absorbed);
         let turned = absorbed.column(s.kv_lora);
         b.copy_heads(p, q.column(s.d_nope), [heads, head, key, s.d_rope], n, turned);
-        // The rotated part is the tail of each head.
-        b.rope(p, turned, [heads, key, s.d_rope], angles, s.pairing, n);
+        b.rope(p, absorbed, [heads, key, s.kv_lora, s.d_rope], angles, s.pairing, n);
         let mixed = View::of(&work.mixed, heads * s.kv_lora);
         let args = Attention {
             q: absorbed,
@@ -401,10 +400,10 @@ impl<W> Indexer<W> {
         let weights = View::of(&scratch.weights, n_heads);
         let angles = View::of(&work.angles, work.d_rope);
         b.linear(p, latent, &self.q, n, q);
-        b.rope(p, q, [n_heads, d, s.d_rope], angles, Pairing::Half, n);
+        b.rope(p, q, [n_heads, d, 0, s.d_rope], angles, Pairing::Half, n);
         b.linear(p, x, &self.k, n, k);
         b.norm(p, k, &Norm::layer(&self.k_norm[0], &self.k_norm[1], d, LATENT_EPS), n, k);
-        b.rope(p, k, [1, d, s.d_rope], angles, Pairing::Half, n);
+        b.rope(p, k, [1, d, 0, s.d_rope], angles, Pairing::Half, n);
         b.linear(p, x, &self.weights, n, weights);
         let args = IndexSelect {
             q,
