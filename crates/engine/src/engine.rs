@@ -2,11 +2,12 @@
 
 use crate::error::{EngineError, Result};
 use crate::experts::{self, StoreFetch};
+use crate::finite::FiniteProbe;
 use crate::plan::{Costs, EngineOptions, Plan};
 use crate::state::{Place, States};
 use snowmelt_backend::{Backend, Limits, MoeWork, PAGE_TOKENS, Pass, RouteObserver, Rows};
 use snowmelt_expert_store::{BlockSource, Stats, StoreError};
-use snowmelt_model::{Census, Loaded, Step};
+use snowmelt_model::{Census, Loaded, Probe, Step};
 use snowmelt_weights::Checkpoint;
 
 /// A session of one engine.
@@ -63,6 +64,19 @@ pub struct Engine<B: Backend> {
     work: MoeWork,
     /// One row of logits, for the host.
     row: Vec<f32>,
+    check_finite: bool,
+}
+
+/// Whether no value is NaN or infinite: such a value makes the sum of `0 * x` NaN.
+fn all_finite(values: &[f32]) -> bool {
+    let mut lanes = [0.0_f32; 16];
+    let (chunks, rest) = values.as_chunks::<16>();
+    for chunk in chunks {
+        for (lane, value) in lanes.iter_mut().zip(chunk) {
+            *lane += 0.0 * value;
+        }
+    }
+    lanes.iter().chain(rest).all(|value| value.is_finite())
 }
 
 impl<B: Backend> std::fmt::Debug for Engine<B> {
@@ -115,6 +129,7 @@ impl<B: Backend> Engine<B> {
             backend,
             sessions: Vec::with_capacity(plan.sessions),
             row: vec![0.0; census.n_vocab],
+            check_finite: options.check_finite,
             census,
             plan,
             rows,
@@ -253,6 +268,19 @@ impl<B: Backend> Engine<B> {
         feed: &[Feed<'_>],
         sink: &mut dyn FnMut(usize, usize, &[f32]),
     ) -> Result<()> {
+        self.step_probed(feed, sink, None)
+    }
+
+    /// The same, while `probe` looks at values inside.
+    ///
+    /// # Errors
+    /// As [`Self::step`].
+    pub fn step_probed(
+        &mut self,
+        feed: &[Feed<'_>],
+        sink: &mut dyn FnMut(usize, usize, &[f32]),
+        probe: Option<&mut dyn Probe<B>>,
+    ) -> Result<()> {
         self.check(feed)?;
         let mut p = self.backend.begin();
         for one in feed {
@@ -286,11 +314,54 @@ impl<B: Backend> Engine<B> {
             state: &self.states.bufs,
             fetch: &mut self.fetch,
             work: &mut self.work,
+            // Taken apart, so that its lifetime may shrink.
+            probe: match probe {
+                Some(probe) => Some(probe),
+                None => None,
+            },
         };
         let done = self.decoder.forward(&mut step).map_err(EngineError::from);
         let done = done.and_then(|()| self.read_logits(&mut p, feed, sink));
         drop(p);
-        self.settle(feed, done)
+        match done {
+            Ok(Some(sequence)) => Err(self.locate_non_finite(feed, sequence)),
+            Ok(None) => self.settle(feed, Ok(())),
+            Err(error) => self.settle(feed, Err(error)),
+        }
+    }
+
+    /// Runs the tokens of a session once more, to name the layer and stage of the first value that
+    /// is not finite. All sessions of the step are emptied.
+    fn locate_non_finite(&mut self, feed: &[Feed<'_>], sequence: usize) -> EngineError {
+        let Feed { session, tokens, .. } = feed[sequence];
+        let all = [self.tokens(session), tokens].concat();
+        for one in feed {
+            self.reset(one.session);
+        }
+        let mut probe = FiniteProbe::default();
+        let mut done = 0;
+        for chunk in all.chunks(self.plan.rows) {
+            let feed = [Feed { session, tokens: chunk, outputs: Outputs::None }];
+            if let Err(error) = self.step_probed(&feed, &mut |_, _, _| {}, Some(&mut probe)) {
+                return error;
+            }
+            if let Some(error) = self.take_failure(session) {
+                return error;
+            }
+            if probe.found().is_some() {
+                break;
+            }
+            done += chunk.len();
+        }
+        self.reset(session);
+        let (stage, position, value) = match probe.found() {
+            Some((stage, row, value)) => {
+                let stage = format!("`{}` of layer {}", stage.name, stage.layer);
+                (stage, done + row, value)
+            }
+            None => ("the logits".to_owned(), all.len() - 1, f32::NAN),
+        };
+        EngineError::NotFinite { stage, position, value }
     }
 
     fn check(&self, feed: &[Feed<'_>]) -> Result<()> {
@@ -316,13 +387,14 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Logits in groups of at most as many rows as there is scratch for.
+    /// Logits in groups of at most as many rows as there is scratch for. Returns the index of the
+    /// first feed whose logits are not all finite; nothing is shown of its row or after it.
     fn read_logits(
         &mut self,
         p: &mut B::Pass,
         feed: &[Feed<'_>],
         sink: &mut dyn FnMut(usize, usize, &[f32]),
-    ) -> Result<()> {
+    ) -> Result<Option<usize>> {
         let (outputs, n_vocab) = (self.rows.outputs().len(), self.census.n_vocab);
         let mut first = 0;
         while first < outputs {
@@ -336,6 +408,9 @@ impl<B: Backend> Engine<B> {
                 let at = (output - first) * n_vocab;
                 p.read(buf, at..at + n_vocab, &mut self.row)?;
                 let sequence = self.rows.rows()[row].sequence as usize;
+                if self.check_finite && !all_finite(&self.row) {
+                    return Ok(Some(sequence));
+                }
                 let token = row - self.rows.sequences()[sequence].rows.start;
                 sink(sequence, token, &self.row);
                 if token + 1 == feed[sequence].tokens.len() {
@@ -347,7 +422,7 @@ impl<B: Backend> Engine<B> {
             }
             first = last;
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Tokens of the sessions that made it; the others are emptied.

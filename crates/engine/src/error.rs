@@ -80,6 +80,19 @@ pub enum EngineError {
         /// Vocabulary size.
         n_vocab: usize,
     },
+    /// A value inside the model is NaN or infinite; the session is empty again.
+    #[error(
+        "{stage} holds {value} at position {position}: the weights are damaged or do not belong \
+         together\n`snowmelt verify` checks a packed model"
+    )]
+    NotFinite {
+        /// Stage and layer.
+        stage: String,
+        /// Position of the token.
+        position: usize,
+        /// What was found.
+        value: f32,
+    },
     /// All sessions that were planned for are taken.
     #[error("all {sessions} planned sessions are in use")]
     Sessions {

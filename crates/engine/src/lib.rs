@@ -7,10 +7,12 @@
 //! * [`pack`](mod@pack) writes the packed container; [`perplexity`](mod@perplexity) measures.
 #![forbid(unsafe_code)]
 
+mod capture;
 mod engine;
 mod error;
 mod experts;
 mod files;
+mod finite;
 mod generate;
 pub mod pack;
 pub mod perplexity;
@@ -18,6 +20,7 @@ mod plan;
 mod sampler;
 mod state;
 
+pub use capture::{Capture, CaptureOptions, Captured};
 pub use engine::{Engine, Feed, Outputs, SessionId};
 pub use error::EngineError;
 pub use experts::{Io, StoreFetch};

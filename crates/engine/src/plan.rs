@@ -57,6 +57,8 @@ pub struct EngineOptions {
     pub check_reads: bool,
     /// Whether slots are filled with NaN before they are read into.
     pub poison: bool,
+    /// Whether logits are checked for NaN and infinity.
+    pub check_finite: bool,
     /// Eviction.
     pub policy: PolicyOptions,
     /// Time after which a read has failed.
@@ -76,6 +78,7 @@ impl Default for EngineOptions {
             kv: BufType::F32,
             check_reads: false,
             poison: false,
+            check_finite: true,
             policy: PolicyOptions::default(),
             read_timeout: std::time::Duration::from_secs(30),
         }

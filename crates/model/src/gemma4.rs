@@ -19,6 +19,7 @@ use crate::blocks::Mlp;
 use crate::config::{Heads, Result, Trunk, multiple, positive, refuse, text_config};
 use crate::experts::ExpertShape;
 use crate::loader::{Loader, StateKind, Use};
+use crate::probe::show;
 use crate::registry::{Decoder, Step};
 use crate::rotary::Rotary;
 use snowmelt_backend::{
@@ -554,13 +555,14 @@ impl<W, Buf> Gemma4<W, Buf> {
     fn attend<B, F>(
         &self,
         step: &mut Step<'_, B, F>,
-        mixer: &Mixer<W>,
+        layer: usize,
         x: View<'_, B::Buf>,
         out: View<'_, B::Buf>,
     ) where
         B: Backend<Weight = W, Buf = Buf>,
     {
         let (b, n, eps) = (step.b, step.rows.len(), self.config.trunk.eps);
+        let mixer = &self.layers[layer].mixer;
         let (p, work) = (&mut *step.p, &self.work);
         let Heads { n_heads, n_kv_heads, d_head, .. } = mixer.heads;
         let (q_width, kv_width) = (n_heads * d_head, n_kv_heads * d_head);
@@ -604,6 +606,12 @@ impl<W, Buf> Gemma4<W, Buf> {
             selection: None,
         };
         b.attention(p, &args, step.rows, mixed);
+        show(&mut step.probe, p, step.rows, (layer, "attention.q"), (q, q_width));
+        if written {
+            show(&mut step.probe, p, step.rows, (layer, "attention.k"), (k, kv_width));
+            show(&mut step.probe, p, step.rows, (layer, "attention.v"), (v, kv_width));
+        }
+        show(&mut step.probe, p, step.rows, (layer, "attention.out"), (mixed, q_width));
         b.linear(p, mixed, &mixer.o, n, out);
     }
 
@@ -634,6 +642,10 @@ impl<W, Buf> Gemma4<W, Buf> {
         let expert_factor = Some(&experts.expert_factor);
         let router = Router { expert_factor, ..Router::softmax([n_experts, top_k], true) };
         let routed = b.route(step.p, logits, &router, n, [&work.ids, &work.weights]);
+        let layer = experts.layer as usize;
+        step.show(layer, "router.logits", logits, n_experts);
+        step.show(layer, "router.ids", View::of(&routed.ids, top_k), top_k);
+        step.show(layer, "router.weights", View::of(&routed.weights, top_k), top_k);
         b.norm(step.p, x, &pre_norm, n, normed);
         let block = MoeBlock {
             layer: experts.layer,
@@ -659,10 +671,12 @@ impl<W, Buf> Gemma4<W, Buf> {
         let (b, n, work, layer) = (step.b, step.rows.len(), &self.work, &self.layers[index]);
         let [x, normed, mixed] = [&work.x, &work.normed, &work.mixed].map(|buf| self.row(buf));
         let rms = |w| Norm::rms(Some(w), [1, d], eps);
+        step.show(index, "layer.input", x, d);
         b.norm(step.p, x, &rms(&layer.input_norm), n, normed);
-        self.attend(step, &layer.mixer, normed, mixed);
+        self.attend(step, index, normed, mixed);
         b.norm(step.p, mixed, &rms(&layer.post_attention_norm), n, mixed);
         b.add(step.p, x, mixed, d, n);
+        step.show(index, "layer.mixed", x, d);
         b.norm(step.p, x, &rms(&layer.pre_norm), n, normed);
         let [gate, up] = [&work.gate, &work.up].map(|buf| View::of(buf, layer.mlp_width));
         layer.mlp.forward(b, step.p, n, [normed, gate, up, mixed]);
@@ -681,6 +695,7 @@ impl<W, Buf> Gemma4<W, Buf> {
             b.add(step.p, x, mixed, d, n);
         }
         b.activate(step.p, Unary::Scale(layer.scalar), x, d, n);
+        step.show(index, "layer.output", x, d);
         Ok(())
     }
 }

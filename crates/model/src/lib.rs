@@ -14,6 +14,7 @@ mod config;
 mod error;
 mod experts;
 mod loader;
+mod probe;
 mod registry;
 mod rotary;
 
@@ -28,4 +29,5 @@ pub use census::{Census, TrunkTensor};
 pub use error::ModelError;
 pub use experts::{ExpertTable, Span};
 pub use loader::{Loader, StateDecl, StateKind, Use, WeightLoader};
+pub use probe::{Probe, STAGES, Stage};
 pub use registry::{Decoder, FAMILIES, Loaded, Step, census, load};

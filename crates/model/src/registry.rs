@@ -4,13 +4,13 @@ use crate::census::{Census, CensusLoader};
 use crate::config::Result;
 use crate::error::ModelError;
 use crate::loader::WeightLoader;
+use crate::probe::{Probe, show};
 use crate::{deepseek, gemma4, llama, qwen3_5, qwen3_moe, qwen3_next};
-use snowmelt_backend::{Backend, ExpertFetch, Limits, MoeWork, Rows, StepError};
+use snowmelt_backend::{Backend, ExpertFetch, Limits, MoeWork, Rows, StepError, View};
 use snowmelt_weights::{Checkpoint, ConfigView};
 use std::ops::Range;
 
 /// What one step works with.
-#[derive(Debug)]
 pub struct Step<'a, B: Backend, F> {
     /// The backend.
     pub b: &'a B,
@@ -24,6 +24,27 @@ pub struct Step<'a, B: Backend, F> {
     pub fetch: &'a mut F,
     /// Host memory of the expert loop, and which rows failed.
     pub work: &'a mut MoeWork,
+    /// Who looks at values inside.
+    pub probe: Option<&'a mut dyn Probe<B>>,
+}
+
+impl<B: Backend, F> std::fmt::Debug for Step<'_, B, F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Step({} rows)", self.rows.len())
+    }
+}
+
+impl<B: Backend, F> Step<'_, B, F> {
+    /// Shows a value `[n, width]` where someone looks.
+    pub(crate) fn show(
+        &mut self,
+        layer: usize,
+        name: &'static str,
+        view: View<'_, B::Buf>,
+        width: usize,
+    ) {
+        show(&mut self.probe, self.p, self.rows, (layer, name), (view, width));
+    }
 }
 
 /// A loaded model.

@@ -3,6 +3,7 @@
 
 use crate::config::{Heads, Result};
 use crate::loader::{Loader, StateKind, Use};
+use crate::probe::show;
 use crate::registry::Step;
 use crate::rotary::Rotary;
 use snowmelt_backend::{self as backend, Backend, Glu, Norm, Pairing, Selection, View};
@@ -60,6 +61,7 @@ impl AttentionShape {
 /// ```
 #[derive(Debug)]
 pub(crate) struct Attention<W, Buf> {
+    layer: usize,
     shape: AttentionShape,
     q: W,
     k: W,
@@ -191,6 +193,7 @@ impl<W, Buf> Attention<W, Buf> {
             l.matrix(&of(l, &format!("{part}.weight")), shape, Use::Projection, order)
         };
         Ok(Self {
+            layer,
             shape,
             biases,
             norms,
@@ -252,6 +255,14 @@ impl<W, Buf> Attention<W, Buf> {
             selection,
         };
         b.attention(p, &args, step.rows, mixed);
+        for (name, view, width) in [
+            ("attention.q", q, q_width),
+            ("attention.k", k, kv_width),
+            ("attention.v", v, kv_width),
+            ("attention.out", mixed, q_width),
+        ] {
+            show(&mut step.probe, p, step.rows, (self.layer, name), (view, width));
+        }
         if self.shape.gated {
             b.glu(p, Glu::Sigmoid, q.column(q_width), mixed, q_width, n, mixed);
         }

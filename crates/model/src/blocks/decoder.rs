@@ -154,7 +154,8 @@ where
             work.begin(step);
         }
         let loaded = "loaded with its scratch";
-        for layer in &self.layers {
+        for (index, layer) in self.layers.iter().enumerate() {
+            step.show(index, "layer.input", x, d);
             b.norm(step.p, x, &Norm::rms(Some(&layer.input_norm), [1, d], eps), n, normed);
             match &layer.mixer {
                 Mixer::Attention(mixer) => {
@@ -169,8 +170,10 @@ where
                 }
             }
             b.add(step.p, x, mixed, d, n);
+            step.show(index, "layer.mixed", x, d);
             b.norm(step.p, x, &Norm::rms(Some(&layer.post_norm), [1, d], eps), n, normed);
             layer.ffn.forward(step, &self.ffn, normed, mixed, x)?;
+            step.show(index, "layer.output", x, d);
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use crate::config::{Result, multiple, positive};
 use crate::loader::{Loader, StateKind, Use};
+use crate::probe::show;
 use crate::registry::Step;
 use snowmelt_backend::{Backend, DeltaStep, Glu, Norm, View};
 use snowmelt_weights::ConfigView;
@@ -106,6 +107,7 @@ impl DeltaShape {
 /// ```
 #[derive(Debug)]
 pub(crate) struct DeltaNet<W> {
+    layer: usize,
     shape: DeltaShape,
     /// Each with the column of its first output.
     projections: Vec<(W, usize)>,
@@ -180,6 +182,7 @@ impl<W> DeltaNet<W> {
             l.state(format!("layers.{layer}.{which}"), StateKind::PerSequence { len })
         };
         Ok(Self {
+            layer,
             shape,
             projections,
             conv: l.matrix(&of(l, "conv1d.weight"), [channels, taps], Use::Exact, &[])?,
@@ -216,6 +219,7 @@ impl<W> DeltaNet<W> {
         let q = View::of(&work.qkv, channels);
         let (k, v) = (q.column(keys), q.column(2 * keys));
         b.causal_conv(p, wide, &self.conv, 1, &step.state[self.conv_state], step.rows, q);
+        show(&mut step.probe, p, step.rows, (self.layer, "gdn.before"), (q, channels));
         let heads = [s.n_key_heads, s.d_key];
         let q_factor = (s.d_key as f32).sqrt().recip();
         b.norm(p, q, &Norm::l2(heads, L2_EPS, q_factor), n, q);
@@ -235,6 +239,14 @@ impl<W> DeltaNet<W> {
         };
         let mixed = View::of(&work.mixed, values);
         b.delta_step(p, &args, step.rows, mixed);
+        for (name, view, width) in [
+            ("gdn.after", q, channels),
+            ("gdn.decay", decay, s.n_value_heads),
+            ("gdn.beta", beta, s.n_value_heads),
+            ("gdn.out", mixed, values),
+        ] {
+            show(&mut step.probe, p, step.rows, (self.layer, name), (view, width));
+        }
         let norm = Norm::rms(Some(&self.norm), [s.n_value_heads, s.d_value], s.eps);
         b.norm(p, mixed, &norm.gated(z, s.gate), n, mixed);
         b.linear(p, mixed, &self.out, n, out);

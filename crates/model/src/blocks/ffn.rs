@@ -241,7 +241,12 @@ impl<W, Buf> Moe<W, Buf> {
             factor: shape.factor,
             expert_factor: None,
         };
-        b.route(step.p, logits, &router, n, [&scratch.ids, &scratch.weights])
+        let routed = b.route(step.p, logits, &router, n, [&scratch.ids, &scratch.weights]);
+        let layer = self.layer as usize;
+        step.show(layer, "router.logits", logits, n_experts);
+        step.show(layer, "router.ids", View::of(&routed.ids, top_k), top_k);
+        step.show(layer, "router.weights", View::of(&routed.weights, top_k), top_k);
+        routed
     }
 }
 

@@ -3,6 +3,7 @@
 
 use crate::config::{Result, multiple, positive, refuse};
 use crate::loader::{Loader, StateKind, Use};
+use crate::probe::show;
 use crate::registry::Step;
 use crate::rotary::Rotary;
 use snowmelt_backend::{Attention, Backend, HeadRows, IndexSelect, Norm, Pairing, Selection, View};
@@ -138,6 +139,7 @@ struct Indexer<W> {
 /// `W_k,h` and `W_v,h` are the rows of head `h` in `kv_b_proj`.
 #[derive(Debug)]
 pub(crate) struct Latent<W, Buf> {
+    layer: usize,
     shape: LatentShape,
     query: Query<W, Buf>,
     kv_down: W,
@@ -267,6 +269,7 @@ impl<W, Buf> Latent<W, Buf> {
             None => None,
         };
         Ok(Self {
+            layer,
             shape,
             query,
             kv_down: matrix(l, "kv_a_proj_with_mqa", [shape.key(), d])?,
@@ -336,6 +339,14 @@ impl<W, Buf> Latent<W, Buf> {
             selection: selection.as_ref(),
         };
         b.attention(p, &args, step.rows, mixed);
+        for (name, view, width) in [
+            ("attention.q", absorbed, heads * key),
+            ("attention.k", keys, key),
+            ("attention.v", keys, s.kv_lora),
+            ("attention.out", mixed, heads * s.kv_lora),
+        ] {
+            show(&mut step.probe, p, step.rows, (self.layer, name), (view, width));
+        }
         let down = HeadRows {
             first: s.d_nope,
             rows: s.d_value,
