@@ -509,7 +509,11 @@ fn load_mixer<L: Loader>(
     let states = kv.unwrap_or_else(|| {
         ["k", "v"].map(|which| {
             let name = format!("layers.{index}.{which}");
-            l.state(name, StateKind::PerToken { width: kv_width })
+            let state = l.state(name, StateKind::PerToken { width: kv_width });
+            if kind == Kind::Sliding {
+                l.window(state, config.sliding_window);
+            }
+            state
         })
     });
     Ok(Mixer {

@@ -190,6 +190,9 @@ pub trait Loader {
     /// Declares a state buffer; returns its index in [`crate::Step::state`].
     fn state(&mut self, name: String, kind: StateKind) -> usize;
 
+    /// Says that no query reads further back than `tokens` in a per-token state.
+    fn window(&mut self, _state: usize, _tokens: usize) {}
+
     /// The experts under `prefix`.
     ///
     /// # Errors

@@ -4,6 +4,7 @@ use crate::census::{Census, CensusLoader};
 use crate::config::Result;
 use crate::error::ModelError;
 use crate::loader::WeightLoader;
+use crate::outline::{Outline, OutlineLoader};
 use crate::probe::{Probe, show};
 use crate::{deepseek, gemma4, llama, qwen3_5, qwen3_moe, qwen3_next};
 use snowmelt_backend::{Backend, ExpertFetch, Limits, MoeWork, Rows, StepError, View};
@@ -106,6 +107,21 @@ macro_rules! families {
                 outputs_width: l.outputs_width,
                 skipped: l.tensors.finish(family)?,
             })
+        }
+
+        /// What a model of this config weighs, without its weights. `checkpoint` need hold nothing
+        /// but the config.
+        ///
+        /// # Errors
+        /// When the family is not known, or a config field is wrong.
+        pub fn outline(checkpoint: &Checkpoint) -> Result<Outline> {
+            let (config, family) = identify(checkpoint)?;
+            let mut l = OutlineLoader::new(checkpoint, family);
+            let trunk = match family {
+                $($name => $load(&config, &mut l)?.1,)+
+                _ => unreachable!("`identify` names a family of the table"),
+            };
+            Ok(l.finish(trunk))
         }
 
         /// Reads the weights into `backend` and reserves its scratch for `limits` (those of the

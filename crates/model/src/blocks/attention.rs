@@ -192,6 +192,10 @@ impl<W, Buf> Attention<W, Buf> {
         let projection = |l: &mut L, part: &str, shape, order: &[Range<usize>]| {
             l.matrix(&of(l, &format!("{part}.weight")), shape, Use::Projection, order)
         };
+        let states = [kv(l, "k"), kv(l, "v")];
+        if let Some(window) = shape.window {
+            states.map(|state| l.window(state, window));
+        }
         Ok(Self {
             layer,
             shape,
@@ -202,8 +206,8 @@ impl<W, Buf> Attention<W, Buf> {
             k: projection(l, "k_proj", [kv_width, d], &[])?,
             v: projection(l, "v_proj", [kv_width, d], &[])?,
             o: projection(l, "o_proj", [d, q_width], &[])?,
-            k_state: kv(l, "k"),
-            v_state: kv(l, "v"),
+            k_state: states[0],
+            v_state: states[1],
         })
     }
 
