@@ -1,6 +1,6 @@
 //! The command line.
 
-use crate::{bench, eval, inspect, logits, pack, plan, run, verify};
+use crate::{bench, capture, compare, eval, inspect, logits, pack, plan, run, verify};
 use clap::builder::Styles;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
@@ -67,6 +67,8 @@ pub(crate) enum Command {
         what: eval::Eval,
     },
     Logits(logits::LogitsArgs),
+    Capture(capture::CaptureArgs),
+    Compare(compare::CompareArgs),
     /// Unpack the built-in model
     #[command(name = crate::tiny::COMMAND, hide = true)]
     UnpackTiny,

@@ -4,21 +4,26 @@
 mod answer;
 mod args;
 mod bench;
+mod capture;
 mod ceilings;
 mod chat;
+mod compare;
 mod eval;
 mod input;
 mod inspect;
 mod interrupt;
+mod legacy;
 mod logits;
 mod model;
 mod options;
+mod outline;
 mod output;
 mod pack;
 mod plan;
 mod run;
 mod sampling;
 mod size;
+mod tensors;
 mod tiny;
 mod verify;
 
@@ -55,6 +60,8 @@ fn dispatch(command: Command, ui: Ui) -> anyhow::Result<ExitCode> {
     match command {
         Command::Run(args) => run::run(args, ui),
         Command::Logits(args) => logits::run(&args, ui),
+        Command::Capture(args) => capture::run(&args, ui),
+        Command::Compare(args) => compare::run(&args, ui),
         Command::Eval { what } => eval::run(&what, ui),
         Command::Pack(args) => pack::run(&args, ui),
         Command::Verify(args) => verify::run(&args, ui),

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ModelArg {
     /// Folder of the model, or `tiny` for the one inside this program
-    #[arg(value_name = "MODEL", required_unless_present = "model_flag")]
+    #[arg(value_name = "MODEL")]
     positional: Option<String>,
     /// The same as MODEL
     #[arg(short = 'm', long = "model", value_name = "MODEL", id = "model_flag")]

@@ -2,6 +2,7 @@
 
 use crate::model::{self, ModelArg};
 use crate::options::{Cpu, EngineArgs, residency_line};
+use crate::outline;
 use crate::output::{self, Ui};
 use anyhow::Result;
 use clap::Args;
@@ -10,6 +11,7 @@ use snowmelt_engine::{Engine, EngineOptions, Plan, Residency};
 use snowmelt_model::Census;
 use snowmelt_weights::Checkpoint;
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Show what fits into a memory budget, without loading the model
@@ -17,7 +19,9 @@ use std::process::ExitCode;
 /// Prints what the budget is spent on, how many experts stay in memory, the
 /// smallest budget in which the model runs, and what larger ones would buy.
 #[derive(Debug, Args)]
-#[command(override_usage = "snowmelt plan [OPTIONS] MODEL")]
+#[command(
+    override_usage = "snowmelt plan [OPTIONS] MODEL\n       snowmelt plan [OPTIONS] --config FILE"
+)]
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     model: ModelArg,
@@ -26,12 +30,21 @@ pub(crate) struct PlanArgs {
     /// Print one JSON object
     #[arg(long, help_heading = "Output")]
     json: bool,
+    /// Instead of a model: a `config.json`, of which it says what the model weighs
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["positional", "model_flag"])]
+    config: Option<PathBuf>,
+    /// Bits a weight, for `--config`
+    #[arg(long, value_name = "N", default_value = "4.5", requires = "config")]
+    bits: f64,
 }
 
 /// Processes differ by a little in what they hold before the model is loaded.
 const SPARE_BYTES: u64 = 1 << 20;
 
 pub(crate) fn run(args: &PlanArgs, ui: Ui) -> Result<ExitCode> {
+    if let Some(config) = &args.config {
+        return outline::run(config, args.bits, args.json);
+    }
     let checkpoint = model::open(args.model.get()?, ui)?;
     // As `run` does it, so that the process is counted with what it will hold.
     let _tokenizer = model::tokenizer(&checkpoint)?;

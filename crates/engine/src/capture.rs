@@ -39,6 +39,11 @@ impl Capture {
         Self { options, taken: BTreeMap::new(), failed: false }
     }
 
+    /// What was asked for.
+    pub fn options(&self) -> &CaptureOptions {
+        &self.options
+    }
+
     /// What was kept, by layer and stage.
     pub fn taken(&self) -> &BTreeMap<(usize, &'static str), Captured> {
         &self.taken
