@@ -118,6 +118,8 @@ pub(crate) struct Rope {
     pub(crate) table: Mat,
     pub(crate) heads: usize,
     pub(crate) d_head: usize,
+    /// Where in a head the rotated part begins.
+    pub(crate) first: usize,
     /// Pairs of a head.
     pub(crate) half: usize,
     pub(crate) pairing: Pairing,
@@ -129,7 +131,7 @@ impl Kernel for Rope {
     fn run<S: Simd>(self, s: S) {
         for t in self.rows.clone() {
             for h in 0..self.heads {
-                let x = self.x.at(t, h * self.d_head);
+                let x = self.x.at(t, h * self.d_head + self.first);
                 // SAFETY: the verb has checked rows, heads and table.
                 unsafe {
                     match self.pairing {

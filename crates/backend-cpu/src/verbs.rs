@@ -302,13 +302,16 @@ impl Backend for CpuBackend {
         &self,
         _: &mut CpuPass,
         x: Operand<'_>,
-        [heads, d_head, d]: [usize; 3],
+        [heads, d_head, first, d]: [usize; 4],
         table: Operand<'_>,
         pairing: Pairing,
         n: usize,
     ) {
         let run = self.core.enter();
-        assert!(d <= d_head && d.is_multiple_of(2), "rotation of {d} in heads of {d_head}");
+        assert!(
+            first + d <= d_head && d.is_multiple_of(2),
+            "rotation of {d} elements from {first} on in heads of {d_head}"
+        );
         let (x, table) = (run.mat(x, n, heads * d_head), run.mat(table, n, d));
         let half = d / 2;
         run.tools.kernels(n, n * heads * d, |_, rows| Rope {
@@ -316,6 +319,7 @@ impl Backend for CpuBackend {
             table,
             heads,
             d_head,
+            first,
             half,
             pairing,
             rows,
