@@ -201,7 +201,7 @@ fn name_exchanged(
         .map(|(name, _)| name.clone())
         .collect();
     for name in &names {
-        let other = names.iter().find(|other| *other != name && a[*name] == b[*other]);
+        let other = names.iter().find(|other| *other != name && a[name] == b[*other]);
         if let (Some(other), Some(Outcome::Compared(difference))) =
             (other.filter(|other| a[*other] == b[name]), outcomes.get_mut(name))
         {

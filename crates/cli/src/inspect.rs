@@ -6,7 +6,7 @@ use crate::size::{Bytes, count};
 use anyhow::Result;
 use clap::Args;
 use serde_json::{Value, json};
-use snowmelt_model::{Census, ExpertTable, TrunkTensor};
+use snowmelt_model::{Census, ExpertTable, MtpHead, TrunkTensor};
 use snowmelt_weights::{Checkpoint, CheckpointKind};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -69,6 +69,15 @@ pub(crate) fn parameters(census: &Census) -> (u64, u64, u64) {
         _ => 0,
     };
     (trunk, all, trunk - idle + used)
+}
+
+fn mtp_json(head: &MtpHead) -> Value {
+    json!({
+        "name": head.name,
+        "tensors": head.tensors,
+        "bytes": head.bytes,
+        "missing": head.missing,
+    })
 }
 
 impl<'a> Facts<'a> {
@@ -155,6 +164,15 @@ impl<'a> Facts<'a> {
         line("context state", format!("{single} a token in f32, {half} in bf16"));
         let fixed = Bytes(census.per_sequence_elements() as u64 * 4);
         line("", format!("{fixed} a sequence"));
+        for head in &census.mtp {
+            let state = match head.missing.len() {
+                0 => "complete".to_owned(),
+                n => format!("{n} tensors missing, first `{}`", head.missing[0]),
+            };
+            let (tensors, bytes) = (head.tensors.len(), Bytes(head.bytes));
+            line("MTP head", format!("{}: {tensors} tensors, {bytes}", head.name));
+            line("", state);
+        }
         let skipped = &census.skipped;
         line("skipped tensors", skipped.len().to_string());
         let shown = if all { skipped.len() } else { SHOWN };
@@ -210,6 +228,7 @@ impl<'a> Facts<'a> {
                 "per_token_bytes_bf16": census.per_token_elements() * 2,
                 "per_sequence_bytes": census.per_sequence_elements() * 4,
             },
+            "mtp": census.mtp.iter().map(mtp_json).collect::<Vec<_>>(),
             "skipped": census.skipped,
         })
     }

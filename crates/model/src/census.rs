@@ -3,6 +3,7 @@
 use crate::config::Result;
 use crate::experts::{self, ExpertShape, ExpertTable};
 use crate::loader::{Loader, StateDecl, StateKind, Tensors, Use};
+use crate::mtp::MtpHead;
 use snowmelt_backend::{ExpertLayout, Limits};
 use snowmelt_weights::{Checkpoint, Encoding};
 use std::ops::Range;
@@ -49,6 +50,8 @@ pub struct Census {
     pub scratch_width: usize,
     /// f32 elements of scratch an output row.
     pub outputs_width: usize,
+    /// Heads that predict further tokens, which are not part of the trunk.
+    pub mtp: Vec<MtpHead>,
     /// Tensors outside the trunk, which are not read.
     pub skipped: Vec<String>,
 }

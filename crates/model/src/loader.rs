@@ -3,6 +3,7 @@
 use crate::config::Result;
 use crate::error::ModelError;
 use crate::experts::{self, ExpertShape, ExpertTable};
+use crate::mtp::MtpNames;
 use snowmelt_backend::{Backend, BufType, ExpertLayout, Limits, Pass};
 use snowmelt_weights::{Checkpoint, Encoding, TensorInfo};
 use std::collections::BTreeSet;
@@ -91,14 +92,14 @@ impl<'a> Tensors<'a> {
     }
 
     /// Names that lie outside the trunk. Names inside it that no one asked for are an error.
-    pub(crate) fn finish(self, family: &'static str) -> Result<Vec<String>> {
+    pub(crate) fn finish(self, family: &'static str, heads: &MtpNames) -> Result<Vec<String>> {
         let unused = |info: &&TensorInfo| !self.used.contains(&info.name);
         let (surplus, skipped): (Vec<&str>, Vec<&str>) = self
             .checkpoint
             .tensors()
             .filter(unused)
             .map(|info| info.name.as_str())
-            .partition(|name| self.is_in_trunk(name));
+            .partition(|name| self.is_in_trunk(name) && heads.head_of(name).is_none());
         if surplus.is_empty() {
             return Ok(skipped.into_iter().map(str::to_owned).collect());
         }
@@ -109,6 +110,11 @@ impl<'a> Tensors<'a> {
             count: surplus.len(),
             names: shown.join(", "),
         })
+    }
+
+    /// Names of heads beside the trunk.
+    pub(crate) fn heads(&self, n_layers: usize, announced: usize) -> MtpNames {
+        MtpNames::new(self.checkpoint, self.prefix, n_layers, announced)
     }
 
     fn is_in_trunk(&self, name: &str) -> bool {

@@ -1,7 +1,7 @@
 //! Which family a checkpoint belongs to, and the two ways of loading it.
 
 use crate::census::{Census, CensusLoader};
-use crate::config::Result;
+use crate::config::{Result, text_config};
 use crate::error::ModelError;
 use crate::loader::WeightLoader;
 use crate::outline::{Outline, OutlineLoader};
@@ -65,6 +65,9 @@ pub trait Decoder<B: Backend, F: ExpertFetch<B>> {
 /// A model loaded for a backend and an expert source.
 pub type Loaded<B, F> = Box<dyn Decoder<B, F>>;
 
+/// More heads than any model has.
+const HEADS_MAX: usize = 64;
+
 /// One line a family: name, `model_type` spellings, `load`.
 macro_rules! families {
     ($($name:literal [$($model_type:literal),+] => $load:path;)+) => {
@@ -92,6 +95,8 @@ macro_rules! families {
             let embedding = l.tensors.trunk("embed_tokens.weight");
             let table = l.trunk.iter().find(|tensor| tensor.name == embedding && !trunk.tied);
             let embedding_bytes = table.map_or(0, |tensor| tensor.loaded_bytes);
+            let announced = text_config(&config)?.usize_or("num_nextn_predict_layers", 0)?;
+            let heads = l.tensors.heads(trunk.n_layers, announced.min(HEADS_MAX));
             Ok(Census {
                 family,
                 n_vocab: trunk.n_vocab,
@@ -105,7 +110,8 @@ macro_rules! families {
                 state: l.state,
                 scratch_width: l.scratch_width,
                 outputs_width: l.outputs_width,
-                skipped: l.tensors.finish(family)?,
+                mtp: heads.heads(checkpoint),
+                skipped: l.tensors.finish(family, &heads)?,
             })
         }
 

@@ -12,7 +12,19 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Families that have fixtures.
-const FAMILIES: [&str; 4] = ["qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5"];
+const FAMILIES: [&str; 11] = [
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5",
+    "deepseek_v3",
+    "deepseek_v32",
+    "gemma4",
+    "gemma4_e",
+    "llama",
+    "qwen2",
+    "qwen3",
+];
 /// Files copied as they are.
 const COPIED: [&str; 3] = ["model.safetensors", "config.json", "config.published.json"];
 /// Most rows of logits a family.

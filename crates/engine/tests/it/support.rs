@@ -9,7 +9,19 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Families with fixtures in the repository.
-pub(crate) const FAMILIES: [&str; 4] = ["qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5"];
+pub(crate) const FAMILIES: [&str; 11] = [
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5",
+    "deepseek_v3",
+    "deepseek_v32",
+    "gemma4",
+    "gemma4_e",
+    "llama",
+    "qwen2",
+    "qwen3",
+];
 
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()

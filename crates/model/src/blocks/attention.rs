@@ -194,7 +194,9 @@ impl<W, Buf> Attention<W, Buf> {
         };
         let states = [kv(l, "k"), kv(l, "v")];
         if let Some(window) = shape.window {
-            states.map(|state| l.window(state, window));
+            for state in states {
+                l.window(state, window);
+            }
         }
         Ok(Self {
             layer,
