@@ -276,25 +276,33 @@ fn many_starts_unpack_one_model_and_repair_it() {
         command.env("SNOWMELT_HOME", home.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().unwrap()
     };
-    let all_fine = || {
+    let all_fine = |damaged: bool| {
         let children: Vec<Child> = (0..4).map(|_| start()).collect();
+        let mut warned = 0;
         for child in children {
             let output = child.wait_with_output().unwrap();
             let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
-            assert!(output.status.success() && stderr.is_empty(), "{stderr}");
+            assert!(output.status.success(), "{stderr}");
+            warned += stderr.matches("is damaged, unpacking `tiny` again").count();
+            assert!(damaged || stderr.is_empty(), "{stderr}");
         }
+        assert_eq!(warned > 0, damaged);
         let names: Vec<PathBuf> =
             fs::read_dir(&models).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert_eq!(names.len(), 1, "{names:?}");
         names[0].clone()
     };
-    let folder = all_fine();
+    let folder = all_fine(false);
     let trunk = folder.join("trunk.bin");
-    let whole = fs::metadata(&trunk).unwrap().len();
-    fs::write(&trunk, "cut short").unwrap();
-    let repaired = all_fine();
-    assert_eq!(repaired, folder);
-    assert_eq!(fs::metadata(&trunk).unwrap().len(), whole);
+    let whole = fs::read(&trunk).unwrap();
+    let mut flipped = whole.clone();
+    flipped[whole.len() / 2] ^= 1;
+    for damage in [b"cut short", &flipped[..]] {
+        fs::write(&trunk, damage).unwrap();
+        assert_eq!(all_fine(true), folder);
+        assert!(fs::read(&trunk).unwrap() == whole);
+    }
+    all_fine(false);
 }
 
 #[test]
