@@ -8,7 +8,7 @@ use crate::bytes::{Buffers, Bytes, DataFile, Folder, is_plain_name};
 use crate::config::type_name;
 use crate::error::WeightsError;
 use crate::huggingface::{self, INDEX, JSON_LIMIT, SINGLE};
-use crate::manifest::{self, EXPERTS, JOURNAL, MANIFEST, TRUNK};
+use crate::manifest::{self, DIGESTS, EXPERTS, JOURNAL, MANIFEST, TRUNK};
 use crate::packed::{PARTIAL, Packed, partial_path};
 use crate::tensor::TensorInfo;
 
@@ -255,7 +255,9 @@ fn detect(folder: &Folder) -> Result<CheckpointKind, WeightsError> {
         return Ok(CheckpointKind::HuggingFace);
     }
     let ends = |end: &str| names.iter().any(|n| n.ends_with(end));
-    let hint = if ends(".safetensors") {
+    let hint = if [TRUNK, EXPERTS, DIGESTS].into_iter().any(has) {
+        "\nhint: this was a packed model; without its `manifest.json` it is not, copy or pack it again"
+    } else if ends(".safetensors") {
         "\nhint: shards need their `model.safetensors.index.json`"
     } else if ends(".gguf") {
         "\nhint: GGUF files are not supported, use the safetensors checkpoint"

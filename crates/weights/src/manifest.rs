@@ -151,8 +151,8 @@ fn read(folder: &Folder, buffers: &Buffers) -> Result<(Manifest, PathBuf), Weigh
     if format != FORMAT || version != VERSION {
         return Err(WeightsError::ManifestFormat {
             path: file.path,
-            wanted: format!("{FORMAT} {VERSION}"),
-            got: format!("{format} {version}"),
+            wanted: format!("{FORMAT} version {VERSION}"),
+            got: format!("{format} version {version}"),
         });
     }
     let manifest = serde_json::from_slice(&text).map_err(json)?;

@@ -483,8 +483,8 @@ fn manifests_that_lie_are_refused() {
     let mut same = good.clone();
     set_manifest(&mut same, &manifest);
     open(&same).unwrap();
-    refuse("/format", json!("other"), &["`other 1`", "`snowmelt-packed 1`"]);
-    refuse("/version", json!(2), &["`snowmelt-packed 2`"]);
+    refuse("/format", json!("other"), &["`other version 1`", "`snowmelt-packed version 1`"]);
+    refuse("/version", json!(2), &["`snowmelt-packed version 2`", "pack the model again"]);
     refuse("/config", json!(3), &["config", "a number"]);
     refuse("/tensors/1/offset", json!(65), &["`norm`", "`65`", "offset"]);
     refuse("/tensors/1/offset", json!(u64::MAX), &["`norm`", "18446744073709551615"]);
