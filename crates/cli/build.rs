@@ -1,4 +1,4 @@
-//! Lists the files of the embedded model for `src/tiny.rs`.
+//! Lists the files of the embedded model, with their digests, for `src/tiny.rs`.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -11,13 +11,15 @@ fn main() {
     let folder = root.join(CONTAINER);
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed={}", folder.display());
-    let mut code = String::from("const FILES: &[(&str, &[u8])] = &[\n");
+    let mut code = String::from("const FILES: &[(&str, &[u8], [u8; 32])] = &[\n");
     for path in files(&folder) {
         println!("cargo::rerun-if-changed={}", path.display());
         let name = path.file_name().expect("a file has a name").to_string_lossy().into_owned();
         let path = path.canonicalize().expect("a listed file exists");
+        let digest = *blake3::hash(&std::fs::read(&path).expect("it can be read")).as_bytes();
         let path = path.to_str().expect("Rust source is UTF-8, so the checkout's path must be");
-        writeln!(code, "    ({name:?}, include_bytes!({path:?})),").expect("memory takes all");
+        writeln!(code, "    ({name:?}, include_bytes!({path:?}), {digest:?}),")
+            .expect("memory takes all");
     }
     code.push_str("];\n");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));

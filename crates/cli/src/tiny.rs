@@ -27,7 +27,7 @@ pub(crate) fn is_built_in() -> bool {
 }
 
 fn file(name: &str) -> Option<&'static [u8]> {
-    FILES.iter().find(|(n, _)| *n == name).map(|(_, bytes)| *bytes)
+    FILES.iter().find(|(n, ..)| *n == name).map(|(_, bytes, _)| *bytes)
 }
 
 /// Opens it from the data folder, where its experts can stream; from memory where nothing can be
@@ -36,7 +36,7 @@ pub(crate) fn open(ui: Ui) -> Result<Checkpoint> {
     ensure!(is_built_in(), "this program was built without the model `{NAME}`");
     let unpacked = crate::model::data_folder()
         .context("there is no folder for models")
-        .and_then(|folder| unpacked(&folder.join("models"), false));
+        .and_then(|folder| unpacked(&folder.join("models"), Some(ui)));
     match unpacked {
         Ok(folder) => {
             ui.detail(format_args!("`{NAME}` is in {}", folder.display()));
@@ -49,19 +49,19 @@ pub(crate) fn open(ui: Ui) -> Result<Checkpoint> {
     }
     touch();
     let files: Vec<(&str, Bytes)> =
-        FILES.iter().map(|(name, bytes)| (*name, Bytes::Static(bytes))).collect();
+        FILES.iter().map(|(name, bytes, _)| (*name, Bytes::Static(bytes))).collect();
     Ok(Checkpoint::from_memory(NAME, &files)?)
 }
 
 /// Reads a byte of every page. Once used they stay in memory, so the plan has to see them now.
 fn touch() {
-    let bytes = FILES.iter().flat_map(|(_, bytes)| bytes.iter().step_by(4096));
+    let bytes = FILES.iter().flat_map(|(_, bytes, _)| bytes.iter().step_by(4096));
     std::hint::black_box(bytes.fold(0_u8, |sum, byte| sum ^ byte));
 }
 
 /// Unpacks and ends: what the hidden command does.
 pub(crate) fn unpack() -> Result<()> {
-    unpacked(&crate::model::data_folder()?.join("models"), true).map(|_| ())
+    unpacked(&crate::model::data_folder()?.join("models"), None).map(|_| ())
 }
 
 /// Lets another process of this program unpack: the pages of the embedded files that it reads
@@ -74,17 +74,21 @@ fn unpack_elsewhere() -> Result<()> {
     Ok(())
 }
 
-/// The folder with the files of exactly this binary's model, written first where it is not there.
-/// Any number of processes may do this at once.
-fn unpacked(models: &Path, here: bool) -> Result<PathBuf> {
+/// The folder with the files of exactly this binary's model, written first where it is not there
+/// or damaged. Any number of processes may do this at once. Without a terminal to talk to, this is
+/// the process that was started to write them.
+fn unpacked(models: &Path, ui: Option<Ui>) -> Result<PathBuf> {
     let digest = file("manifest.blake3").unwrap_or_default();
     let digest = String::from_utf8_lossy(&digest[..digest.len().min(DIGEST_CHARS)]).into_owned();
     let folder = models.join(format!("{NAME}-{digest}"));
     if is_whole(&folder) {
         return Ok(folder);
     }
+    if let Some(ui) = ui.filter(|_| folder.exists()) {
+        ui.warn(format_args!("{} is damaged, unpacking `{NAME}` again", folder.display()));
+    }
     fs::create_dir_all(models).with_context(|| format!("could not create {}", models.display()))?;
-    if !here && unpack_elsewhere().is_ok() && is_whole(&folder) {
+    if ui.is_some() && unpack_elsewhere().is_ok() && is_whole(&folder) {
         return Ok(folder);
     }
     remove_abandoned(models);
@@ -98,18 +102,25 @@ fn unpacked(models: &Path, here: bool) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Cheap: the digest of the manifest and all sizes. What is inside, `verify` tells.
+/// Whether every file is byte for byte ours. Of ours only the digests are looked at, since pages of
+/// the files themselves would stay in memory.
 fn is_whole(folder: &Path) -> bool {
-    let same_size = |(name, bytes): &(&str, &[u8])| {
-        fs::metadata(folder.join(name)).is_ok_and(|meta| meta.len() == bytes.len() as u64)
+    let is_ours = |(name, bytes, digest): &(&str, &[u8], [u8; 32])| -> std::io::Result<bool> {
+        let path = folder.join(name);
+        let meta = fs::metadata(&path)?;
+        if !meta.is_file() || meta.len() != bytes.len() as u64 {
+            return Ok(false);
+        }
+        let mut hasher = blake3::Hasher::new();
+        hasher.update_reader(File::open(path)?)?;
+        Ok(hasher.finalize() == *digest)
     };
-    let digest = fs::read(folder.join("manifest.blake3")).ok();
-    digest.as_deref() == file("manifest.blake3") && FILES.iter().all(same_size)
+    FILES.iter().all(|file| is_ours(file).unwrap_or(false))
 }
 
 fn write_all(own: &Path) -> std::io::Result<()> {
     fs::create_dir(own)?;
-    for (name, bytes) in FILES {
+    for (name, bytes, _) in FILES {
         let mut file = File::create_new(own.join(name))?;
         file.write_all(bytes)?;
         file.sync_all()?;

@@ -3,16 +3,17 @@
 use crate::model::{self, ModelArg};
 use crate::output::{self, Ui, Unit};
 use crate::size::Bytes;
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use clap::Args;
-use snowmelt_weights::{VerifyReport, WeightsError, verify};
+use snowmelt_model::ModelError;
+use snowmelt_weights::{CheckpointKind, Damage, VerifyReport, WeightsError, verify};
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
 /// Check every byte of a packed model against its digests
 ///
 /// A model as published has no digests; of that, headers and byte ranges are checked.
-/// Exit code 3: damage was found.
+/// Exit code 3: it is damaged, or no model.
 #[derive(Debug, Args)]
 #[command(override_usage = "snowmelt verify [OPTIONS] MODEL")]
 pub(crate) struct VerifyArgs {
@@ -20,23 +21,43 @@ pub(crate) struct VerifyArgs {
     model: ModelArg,
 }
 
-/// Exit code where damage was found.
+/// Exit code where something is wrong with the model.
 const DAMAGED: u8 = 3;
 
 pub(crate) fn run(args: &VerifyArgs, ui: Ui) -> Result<ExitCode> {
     let name = args.model.get()?;
-    match check(name, ui) {
-        Ok(report) => {
+    let verdict = match check(name, ui) {
+        Ok(report) if report.damage.count == 0 => {
             output::data(&describe(name, &report))?;
-            Ok(ExitCode::SUCCESS)
+            return Ok(ExitCode::SUCCESS);
         }
-        Err(error) if is_damage(&error) => {
+        Ok(report) => {
+            show(&report.damage, ui);
+            "is damaged"
+        }
+        Err(error) => {
+            let Some(verdict) = verdict(&error) else { return Err(error) };
             ui.error(&error);
-            output::data(&format!("{name} is damaged\n"))?;
-            Ok(ExitCode::from(DAMAGED))
+            verdict
         }
-        Err(error) => Err(error),
+    };
+    output::data(&format!("{name} {verdict}\n"))?;
+    Ok(ExitCode::from(DAMAGED))
+}
+
+/// Every damaged part, without the hint that all share.
+fn show(damage: &Damage, ui: Ui) {
+    for error in &damage.first {
+        let text = error.to_string();
+        ui.error(&anyhow!("{}", text.split("\nhint:").next().unwrap_or(&text)));
     }
+    let more = match damage.count - damage.first.len() as u64 {
+        0 => String::new(),
+        more => format!(" ({more} more than listed)"),
+    };
+    let parts = if damage.count == 1 { "part is" } else { "parts are" };
+    let hint = "hint: pack the model again, or copy it again from where it came";
+    ui.error(&anyhow!("{} {parts} damaged{more}\n{hint}", damage.count));
 }
 
 fn check(name: &str, ui: Ui) -> Result<VerifyReport> {
@@ -47,21 +68,30 @@ fn check(name: &str, ui: Ui) -> Result<VerifyReport> {
         bar.set_position(done);
     });
     bar.finish_and_clear();
-    Ok(report?)
+    let report = report?;
+    if checkpoint.kind() == CheckpointKind::Packed && report.damage.count == 0 {
+        // What no digest tells: whether family, config and tensors belong together.
+        match snowmelt_model::census(&checkpoint) {
+            Ok(_) | Err(ModelError::UnknownFamily { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(report)
 }
 
-/// Whether the model itself is at fault, rather than the path or the system.
-fn is_damage(error: &anyhow::Error) -> bool {
-    match error.downcast_ref::<WeightsError>() {
-        Some(
-            WeightsError::Io { .. }
-            | WeightsError::NotFound { .. }
-            | WeightsError::NotAFolder { .. }
-            | WeightsError::NotACheckpoint { .. }
-            | WeightsError::UnfinishedPack { .. },
-        )
-        | None => false,
-        Some(_) => true,
+/// What is wrong with the model itself; nothing when it is the path, the system or this program.
+fn verdict(error: &anyhow::Error) -> Option<&'static str> {
+    if error.is::<ModelError>() {
+        return Some("contradicts itself");
+    }
+    match error.downcast_ref::<WeightsError>()? {
+        WeightsError::Io { .. }
+        | WeightsError::NotFound { .. }
+        | WeightsError::NotAFolder { .. }
+        | WeightsError::ManifestFormat { .. } => None,
+        WeightsError::NotACheckpoint { .. } => Some("is no model"),
+        WeightsError::UnfinishedPack { .. } => Some("is not complete"),
+        _ => Some("is damaged"),
     }
 }
 

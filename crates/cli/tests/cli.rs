@@ -276,25 +276,33 @@ fn many_starts_unpack_one_model_and_repair_it() {
         command.env("SNOWMELT_HOME", home.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().unwrap()
     };
-    let all_fine = || {
+    let all_fine = |damaged: bool| {
         let children: Vec<Child> = (0..4).map(|_| start()).collect();
+        let mut warned = 0;
         for child in children {
             let output = child.wait_with_output().unwrap();
             let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
-            assert!(output.status.success() && stderr.is_empty(), "{stderr}");
+            assert!(output.status.success(), "{stderr}");
+            warned += stderr.matches("is damaged, unpacking `tiny` again").count();
+            assert!(damaged || stderr.is_empty(), "{stderr}");
         }
+        assert_eq!(warned > 0, damaged);
         let names: Vec<PathBuf> =
             fs::read_dir(&models).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert_eq!(names.len(), 1, "{names:?}");
         names[0].clone()
     };
-    let folder = all_fine();
+    let folder = all_fine(false);
     let trunk = folder.join("trunk.bin");
-    let whole = fs::metadata(&trunk).unwrap().len();
-    fs::write(&trunk, "cut short").unwrap();
-    let repaired = all_fine();
-    assert_eq!(repaired, folder);
-    assert_eq!(fs::metadata(&trunk).unwrap().len(), whole);
+    let whole = fs::read(&trunk).unwrap();
+    let mut flipped = whole.clone();
+    flipped[whole.len() / 2] ^= 1;
+    for damage in [b"cut short", &flipped[..]] {
+        fs::write(&trunk, damage).unwrap();
+        assert_eq!(all_fine(true), folder);
+        assert!(fs::read(&trunk).unwrap() == whole);
+    }
+    all_fine(false);
 }
 
 #[test]
@@ -547,13 +555,21 @@ fn an_interrupted_pack_continues_and_damage_is_found() {
     let said = ok(&["verify", text(&target)]);
     assert!(said.contains("all digests match"), "{said}");
 
-    let experts = target.join("experts.bin");
-    let mut bytes = fs::read(&experts).unwrap();
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 1;
-    fs::write(&experts, bytes).unwrap();
+    let flip = |file: &Path, places: usize| {
+        let mut bytes = fs::read(file).unwrap();
+        let step = bytes.len() / places;
+        bytes.iter_mut().skip(step / 2).step_by(step).take(places).for_each(|byte| *byte ^= 1);
+        fs::write(file, bytes).unwrap();
+    };
+    let (experts, trunk) = (target.join("experts.bin"), target.join("trunk.bin"));
+    flip(&experts, 30);
+    flip(&trunk, 1);
     let error = fails(3, &["verify", text(&target)]);
+    assert!(error.contains("tensor `") && error.contains("trunk.bin"), "{error}");
     assert!(error.contains("expert `") && error.contains("experts.bin"), "{error}");
+    assert!(error.contains("31 parts are damaged (11 more than listed)\nhint:"), "{error}");
+    assert_eq!(error.lines().count(), 20 + 2, "{error}");
+    flip(&trunk, 1);
     let error = fails(
         1,
         &["run", text(&target), "Hello", "--check-reads", "--slots", "40", "--ignore-eos"],
@@ -561,6 +577,46 @@ fn an_interrupted_pack_continues_and_damage_is_found() {
     assert!(error.starts_with("error:"), "{error}");
     fs::write(&experts, "short").unwrap();
     fails(3, &["verify", text(&target)]);
+}
+
+/// What `verify` and `inspect` say of a container with an edited manifest and the right digest.
+fn edited(target: &Path, field: &str, value: Value) -> [(i32, String, String); 2] {
+    let path = target.join("manifest.json");
+    let (whole, mut manifest) = (fs::read(&path).unwrap(), json_file(&path));
+    manifest[field] = value;
+    let text_of = |bytes: &[u8]| {
+        fs::write(&path, bytes).unwrap();
+        let digest = blake3::hash(bytes).to_hex();
+        fs::write(target.join("manifest.blake3"), format!("{digest}\n")).unwrap();
+    };
+    text_of(manifest.to_string().as_bytes());
+    let said = ["verify", "inspect"].map(|command| finish(snowmelt(&[command, text(target)])));
+    text_of(&whole);
+    said
+}
+
+#[test]
+fn what_is_no_sound_container_is_told_apart() {
+    let folder = TempDir::new().unwrap();
+    let target = folder.path().join("packed");
+    ok(&["pack", text(&fixture("qwen3_moe")), text(&target)]);
+    let [verify, inspect] = edited(&target, "family", "gemma".into());
+    assert_eq!((verify.0, inspect.0), (3, 1));
+    for error in [&verify.2, &inspect.2] {
+        assert!(error.contains("`gemma`") && error.contains("`qwen3_moe`"), "{error}");
+    }
+    assert!(verify.1.ends_with("contradicts itself\n"), "{}", verify.1);
+    let [verify, _] = edited(&target, "version", 7.into());
+    let (code, stdout, error) = verify;
+    assert_eq!((code, stdout.as_str()), (1, ""));
+    assert!(error.contains("version 7`") && error.contains("version 1`"), "{error}");
+    ok(&["verify", text(&target)]);
+    fs::remove_file(target.join("manifest.json")).unwrap();
+    let (code, stdout, error) = finish(snowmelt(&["verify", text(&target)]));
+    assert_eq!(code, 3);
+    assert!(stdout.ends_with("is no model\n"), "{stdout}");
+    assert!(error.contains("a packed model without its `manifest.json`"), "{error}");
+    fails(3, &["verify", text(folder.path())]);
 }
 
 #[test]

@@ -111,6 +111,10 @@ impl<B: Backend> Engine<B> {
     ) -> Result<Self> {
         let census = snowmelt_model::census(checkpoint)?;
         let plan = Self::plan_for(checkpoint, &backend, &census, options)?;
+        if options.check_reads {
+            // Before a weight is loaded: rows may be loaded in another order than digests need.
+            checkpoint.check_trunk()?;
+        }
         let limits =
             Limits { rows: plan.rows, context_tokens: plan.context_tokens, ..census.limits };
         let decoder = snowmelt_model::load(checkpoint, &backend, &limits, plan.outputs)?;

@@ -259,6 +259,8 @@ impl<B: Backend> StoreFetch<B> {
             keys: Vec::new(),
         };
         if census.experts.is_empty() {
+            // Nothing to check reads of, but a promise to check.
+            options.check_reads.then(|| verifier(checkpoint)).transpose()?;
             return Ok(fetch);
         }
         if plan.residency == Residency::Mapped {

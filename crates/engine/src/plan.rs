@@ -53,7 +53,7 @@ pub struct EngineOptions {
     pub prefill_chunk: Option<usize>,
     /// Type of the KV cache.
     pub kv: BufType,
-    /// Whether every record read is checked against its digest.
+    /// Whether the trunk, and every record read, is checked against its digests.
     pub check_reads: bool,
     /// Whether slots are filled with NaN before they are read into.
     pub poison: bool,

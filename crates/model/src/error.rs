@@ -23,6 +23,19 @@ pub enum ModelError {
         /// Families of the registry.
         known: String,
     },
+    /// A container whose manifest names another family than its config.
+    #[error(
+        "`family` in the manifest of `{origin}` is `{found}`, but its config is of `{expected}`\n\
+         hint: the manifest was edited, pack the model again"
+    )]
+    PackedFamily {
+        /// Model folder.
+        origin: String,
+        /// What the manifest says.
+        found: String,
+        /// The family of the config.
+        expected: &'static str,
+    },
     /// A config field has a value that the family cannot run with.
     #[error("`{field}` in `config.json` is `{found}`, expected {expected}")]
     Config {

@@ -175,7 +175,14 @@ fn identify(checkpoint: &Checkpoint) -> Result<(ConfigView<'_>, &'static str)> {
     };
     let found = [outer, nested].into_iter().flatten().find_map(family_of);
     match found {
-        Some(family) => Ok((config, family)),
+        Some(family) => match checkpoint.packed() {
+            Some(packed) if packed.family() != family => Err(ModelError::PackedFamily {
+                origin: checkpoint.origin().to_owned(),
+                found: packed.family().to_owned(),
+                expected: family,
+            }),
+            _ => Ok((config, family)),
+        },
         None => Err(ModelError::UnknownFamily {
             origin: checkpoint.origin().to_owned(),
             found: outer.or(nested).unwrap_or("missing").to_owned(),

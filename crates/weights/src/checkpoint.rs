@@ -8,8 +8,9 @@ use crate::bytes::{Buffers, Bytes, DataFile, Folder, is_plain_name};
 use crate::config::type_name;
 use crate::error::WeightsError;
 use crate::huggingface::{self, INDEX, JSON_LIMIT, SINGLE};
-use crate::manifest::{self, EXPERTS, JOURNAL, MANIFEST, TRUNK};
+use crate::manifest::{self, DIGESTS, EXPERTS, JOURNAL, MANIFEST, TRUNK, TRUNK_FILE};
 use crate::packed::{PARTIAL, Packed, partial_path};
+use crate::scan::Scanner;
 use crate::tensor::TensorInfo;
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -217,6 +218,19 @@ impl Checkpoint {
         self.read(tensor.file, tensor.offset + start, out)
     }
 
+    /// Reads the trunk of a packed checkpoint and compares it with its digests; other checkpoints
+    /// have none.
+    ///
+    /// # Errors
+    ///
+    /// [`WeightsError::Digest`] with the first damaged tensor, [`WeightsError::ShortRead`],
+    /// [`WeightsError::Io`].
+    pub fn check_trunk(&self) -> Result<(), WeightsError> {
+        let Some(packed) = &self.packed else { return Ok(()) };
+        let mut scanner = Scanner::new(&self.files[TRUNK_FILE as usize], &self.buffers);
+        packed.manifest.tensors.iter().try_for_each(|tensor| tensor.check(&mut scanner, |_| {}))
+    }
+
     pub(crate) fn folder(&self) -> &Folder {
         &self.folder
     }
@@ -255,7 +269,9 @@ fn detect(folder: &Folder) -> Result<CheckpointKind, WeightsError> {
         return Ok(CheckpointKind::HuggingFace);
     }
     let ends = |end: &str| names.iter().any(|n| n.ends_with(end));
-    let hint = if ends(".safetensors") {
+    let hint = if [TRUNK, EXPERTS, DIGESTS].into_iter().any(has) {
+        "\nhint: these are parts of a packed model without its `manifest.json`, copy it again"
+    } else if ends(".safetensors") {
         "\nhint: shards need their `model.safetensors.index.json`"
     } else if ends(".gguf") {
         "\nhint: GGUF files are not supported, use the safetensors checkpoint"

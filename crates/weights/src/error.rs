@@ -123,7 +123,7 @@ pub enum WeightsError {
     /// Not JSON, or not of the expected form.
     #[error("`{}` line `{line}` column `{column}`: {reason}", path.display())]
     Json {
-        /// The file (for safetensors, its header).
+        /// The file.
         path: PathBuf,
         /// Line, from 1.
         line: usize,
@@ -142,6 +142,35 @@ pub enum WeightsError {
     },
 
     // safetensors
+    /// Not even room for the length of a header.
+    #[error(
+        "`{}` {}, expected a safetensors file, which begins with a header\n\
+         hint: the download was interrupted, fetch the file again",
+        path.display(),
+        if *got == 0 { "is empty".into() } else { format!("has only `{got}` bytes") }
+    )]
+    NoHeader {
+        /// The shard.
+        path: PathBuf,
+        /// Its length.
+        got: u64,
+    },
+    /// A header that is no JSON, or not of the expected form.
+    #[error(
+        "the header of `{}` is broken at line `{line}` column `{column}`: {reason}\n\
+         hint: the file is damaged, fetch it again",
+        path.display()
+    )]
+    Header {
+        /// The shard.
+        path: PathBuf,
+        /// Line of the header, from 1.
+        line: usize,
+        /// Column, from 1 (0: the start of the line).
+        column: usize,
+        /// What the parser said.
+        reason: String,
+    },
     /// A header length that the file cannot hold or that no checkpoint needs.
     #[error(
         "`{}` claims a header of `{got}` bytes, expected at most `{limit}`{hint}",
@@ -402,7 +431,8 @@ pub enum WeightsError {
     // packed container
     /// A manifest of another format or version.
     #[error(
-        "`{}` is format `{got}`, expected `{wanted}`\nhint: pack the model again with this version",
+        "`{}` is of the format `{got}`, this program reads `{wanted}`\n\
+         hint: pack the model again with this program, or use the one that packed it",
         path.display()
     )]
     ManifestFormat {
@@ -547,12 +577,23 @@ impl WeightsError {
 
     /// Wraps an error of the JSON parser.
     pub(crate) fn json(path: &Path, error: &serde_json::Error) -> Self {
-        let (line, column) = (error.line(), error.column());
-        let text = error.to_string();
-        let place = format!(" at line {line} column {column}");
-        let reason = text.strip_suffix(&place).unwrap_or(&text).to_owned();
+        let (line, column, reason) = json_place(error);
         Self::Json { path: path.to_owned(), line, column, reason }
     }
+
+    /// Wraps an error of the JSON parser in a header.
+    pub(crate) fn header(path: &Path, error: &serde_json::Error) -> Self {
+        let (line, column, reason) = json_place(error);
+        Self::Header { path: path.to_owned(), line, column, reason }
+    }
+}
+
+/// Line, column and what the parser said, which names them again.
+fn json_place(error: &serde_json::Error) -> (usize, usize, String) {
+    let (line, column) = (error.line(), error.column());
+    let text = error.to_string();
+    let place = format!(" at line {line} column {column}");
+    (line, column, text.strip_suffix(&place).unwrap_or(&text).to_owned())
 }
 
 /// A short list of names for a message.

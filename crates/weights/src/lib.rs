@@ -34,4 +34,4 @@ pub use packed::{ExpertLayer, ExpertPiece, Packed};
 pub use packer::Packer;
 pub use plan::{PackPlan, PlannedLayer, PlannedPiece, PlannedTensor};
 pub use tensor::TensorInfo;
-pub use verify::{VerifyReport, verify};
+pub use verify::{Damage, VerifyReport, verify};

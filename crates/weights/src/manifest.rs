@@ -21,6 +21,7 @@ use crate::encoding::Encoding;
 use crate::error::WeightsError;
 use crate::huggingface::JSON_LIMIT;
 use crate::packed::{ExpertLayer, PIECE_ALIGN, Packed, RECORD_ALIGN};
+use crate::scan::Scanner;
 use crate::tensor::{TensorInfo, matrix};
 
 pub(crate) const MANIFEST: &str = "manifest.json";
@@ -151,8 +152,8 @@ fn read(folder: &Folder, buffers: &Buffers) -> Result<(Manifest, PathBuf), Weigh
     if format != FORMAT || version != VERSION {
         return Err(WeightsError::ManifestFormat {
             path: file.path,
-            wanted: format!("{FORMAT} {VERSION}"),
-            got: format!("{format} {version}"),
+            wanted: format!("{FORMAT} version {VERSION}"),
+            got: format!("{format} version {version}"),
         });
     }
     let manifest = serde_json::from_slice(&text).map_err(json)?;
@@ -207,6 +208,21 @@ impl TrunkTensor {
             offset: self.offset,
             len: self.len,
         }
+    }
+
+    /// Reads the tensor from the trunk and compares it with its digest; `also` sees the bytes.
+    pub(crate) fn check(
+        &self,
+        trunk: &mut Scanner<'_>,
+        also: impl FnMut(&[u8]),
+    ) -> Result<(), WeightsError> {
+        let range = self.offset..self.offset + self.len;
+        let got = trunk.digest(range.clone(), also)?;
+        if got == self.blake3 {
+            return Ok(());
+        }
+        let subject = format!("tensor `{}`", self.name);
+        Err(damaged((&trunk.file.path, range), subject, self.blake3, got))
     }
 }
 

@@ -115,6 +115,9 @@ pub(crate) fn read_header(
     buffers: &Buffers,
 ) -> Result<Vec<TensorInfo>, WeightsError> {
     let path = &file.path;
+    if file.len < 8 {
+        return Err(WeightsError::NoHeader { path: path.clone(), got: file.len });
+    }
     let mut length = [0; 8];
     file.read(0, &mut length, buffers)?;
     let header_bytes = u64::from_le_bytes(length);
@@ -144,7 +147,8 @@ fn parse_header(
     index: u32,
     file_bytes: u64,
 ) -> Result<Vec<TensorInfo>, WeightsError> {
-    let Header(entries) = serde_json::from_slice(text).map_err(|e| WeightsError::json(path, &e))?;
+    let Header(entries) =
+        serde_json::from_slice(text).map_err(|e| WeightsError::header(path, &e))?;
     let start = 8 + text.len() as u64;
     let limit = file_bytes - start;
     let mut tensors = Vec::with_capacity(entries.len());

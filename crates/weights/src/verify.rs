@@ -5,18 +5,21 @@ use std::path::Path;
 use crate::bytes::{Buffers, DataFile, Folder};
 use crate::checkpoint::{Checkpoint, CheckpointKind};
 use crate::error::WeightsError;
-use crate::manifest::{self, JOURNAL, MANIFEST, Manifest, RESERVED, damaged};
+use crate::manifest::{self, JOURNAL, MANIFEST, Manifest, RESERVED, Section, damaged};
 use crate::packed::{ExpertLayer, Packed};
 use crate::scan::{Scanner, Stream};
 
-/// What a verification looked at and found good.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Damaged parts that a report describes; all are counted.
+const DESCRIBED: usize = 20;
+
+/// What a verification looked at and found.
+#[derive(Debug)]
 pub struct VerifyReport {
     /// Kind of the checkpoint.
     pub kind: CheckpointKind,
     /// Whether only headers and byte ranges were checked: safetensors folders carry no digests.
     pub headers_only: bool,
-    /// Bytes that were read and compared with digests.
+    /// Bytes that were to be read and compared with digests.
     pub bytes: u64,
     /// Tensors checked.
     pub tensors: u64,
@@ -24,6 +27,28 @@ pub struct VerifyReport {
     pub records: u64,
     /// Names in the folder that do not belong to the container.
     pub unlisted: Vec<String>,
+    /// What is damaged: [`WeightsError::Digest`] or [`WeightsError::Padding`] with file, tensor or
+    /// expert and byte range, or why a part could not be read.
+    pub damage: Damage,
+}
+
+/// Damaged parts.
+#[derive(Debug, Default)]
+pub struct Damage {
+    /// How many there are.
+    pub count: u64,
+    /// The first of them.
+    pub first: Vec<WeightsError>,
+}
+
+impl Damage {
+    fn note(&mut self, result: Result<(), WeightsError>) {
+        let Err(error) = result else { return };
+        self.count += 1;
+        if self.first.len() < DESCRIBED {
+            self.first.push(error);
+        }
+    }
 }
 
 /// Checks all of a packed checkpoint: every tensor, every record, all padding, the digests, the
@@ -34,8 +59,7 @@ pub struct VerifyReport {
 ///
 /// # Errors
 ///
-/// The first damage: [`WeightsError::Digest`] or [`WeightsError::Padding`] with file, tensor or
-/// expert and byte range; and whatever [`Checkpoint::open`] reports.
+/// Whatever [`Checkpoint::open`] reports: what makes it unreadable as a whole.
 pub fn verify(
     checkpoint: &Checkpoint,
     progress: &mut dyn FnMut(u64, u64),
@@ -51,6 +75,7 @@ pub fn verify(
                 tensors,
                 records: 0,
                 unlisted: Vec::new(),
+                damage: Damage::default(),
             })
         }
         CheckpointKind::Packed => verify_packed(checkpoint.folder(), progress),
@@ -72,18 +97,14 @@ fn verify_packed(
         done += bytes;
         progress(done, total);
     };
+    let mut damage = Damage::default();
     tick(manifest.digests.len);
     for sidecar in &manifest.sidecars {
-        let file = folder.require(&sidecar.name)?;
-        let got = Scanner::new(&file, &buffers).digest(0..file.len, |_| {})?;
-        if got != sidecar.blake3 {
-            let whole = (file.path.as_path(), 0..file.len);
-            return Err(damaged(whole, format!("`{}`", sidecar.name), sidecar.blake3, got));
-        }
+        damage.note(verify_sidecar(folder, sidecar, &buffers));
         tick(sidecar.len);
     }
-    verify_trunk(manifest, &opened.files[0], &buffers, &mut tick)?;
-    verify_experts(&opened.packed, &opened.files[1], &buffers, &mut tick)?;
+    verify_trunk(manifest, &opened.files[0], &buffers, &mut damage, &mut tick);
+    verify_experts(&opened.packed, &opened.files[1], &buffers, &mut damage, &mut tick);
     let known = |name: &String| {
         name != JOURNAL && RESERVED.contains(&name.as_str())
             || manifest.sidecars.iter().any(|s| s.name == *name)
@@ -96,58 +117,69 @@ fn verify_packed(
         tensors: manifest.tensors.len() as u64,
         records: manifest.experts.records,
         unlisted: folder.names()?.into_iter().filter(|name| !known(name)).collect(),
+        damage,
     })
+}
+
+fn verify_sidecar(
+    folder: &Folder,
+    sidecar: &Section,
+    buffers: &Buffers,
+) -> Result<(), WeightsError> {
+    let file = folder.require(&sidecar.name)?;
+    let got = Scanner::new(&file, buffers).digest(0..file.len, |_| {})?;
+    if got == sidecar.blake3 {
+        return Ok(());
+    }
+    let whole = (file.path.as_path(), 0..file.len);
+    Err(damaged(whole, format!("`{}`", sidecar.name), sidecar.blake3, got))
 }
 
 fn verify_trunk(
     manifest: &Manifest,
     file: &DataFile,
     buffers: &Buffers,
+    damage: &mut Damage,
     tick: &mut impl FnMut(u64),
-) -> Result<(), WeightsError> {
+) {
     let mut scanner = Scanner::new(file, buffers);
     let mut stream = Stream::default();
     let mut end = 0;
     let mut before = "the start".to_owned();
+    let damaged_before = damage.count;
     for tensor in &manifest.tensors {
-        expect_zeros(&mut scanner, end..tensor.offset, || before.clone())?;
+        damage.note(expect_zeros(&mut scanner, end..tensor.offset, || before));
         stream.pad_to(tensor.offset);
-        let range = tensor.offset..tensor.offset + tensor.len;
-        let got = scanner.digest(range.clone(), |bytes| {
-            stream.update(bytes);
-            tick(bytes.len() as u64);
-        })?;
+        damage.note(tensor.check(&mut scanner, |bytes| stream.update(bytes)));
         before = format!("tensor `{}`", tensor.name);
-        if got != tensor.blake3 {
-            return Err(damaged((&file.path, range), before, tensor.blake3, got));
-        }
-        tick(tensor.offset - end);
-        end = range.end;
+        tick(tensor.offset + tensor.len - end);
+        end = tensor.offset + tensor.len;
     }
     let got = stream.digest();
-    if got != manifest.trunk.blake3 {
+    // With all tensors as they should be, it is this digest that is wrong.
+    if damage.count == damaged_before && got != manifest.trunk.blake3 {
         let whole = (file.path.as_path(), 0..file.len);
-        return Err(damaged(whole, "the trunk as a whole".into(), manifest.trunk.blake3, got));
+        let subject = "the trunk as a whole".to_owned();
+        damage.note(Err(damaged(whole, subject, manifest.trunk.blake3, got)));
     }
-    Ok(())
 }
 
 fn verify_experts(
     packed: &Packed,
     file: &DataFile,
     buffers: &Buffers,
+    damage: &mut Damage,
     tick: &mut impl FnMut(u64),
-) -> Result<(), WeightsError> {
+) {
     let mut scanner = Scanner::new(file, buffers);
     let mut digests = packed.digests.iter();
     for layer in packed.expert_layers() {
         for expert in 0..layer.n_experts {
             let wanted = digests.next().expect("open checked the number of digests");
-            verify_record(&mut scanner, layer, expert, *wanted)?;
+            damage.note(verify_record(&mut scanner, layer, expert, *wanted));
             tick(layer.stride);
         }
     }
-    Ok(())
 }
 
 fn verify_record(

@@ -122,6 +122,24 @@ fn without_check_reads_a_flipped_bit_passes() {
     assert!(text(&error).contains("not what was written"), "{}", text(&error));
 }
 
+/// The trunk is read once, at open, and checked there.
+#[test]
+fn check_reads_covers_the_trunk() {
+    let (_folder, checkpoint) = packed_from(&open("qwen3_5_moe"), None, None);
+    let file = checkpoint.files()[0].path.clone();
+    let mut bytes = std::fs::read(&file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+    let open = |check_reads| {
+        let options = EngineOptions { check_reads, ..options() };
+        Engine::open(&checkpoint, cpu(1, Activations::F32), &options)
+    };
+    open(false).unwrap();
+    let error = open(true).unwrap_err().to_string();
+    assert!(error.contains("tensor `") && error.contains("trunk.bin"), "{error}");
+}
+
 /// The routes of one step: (layer, experts).
 fn routes(checkpoint: &Checkpoint, tokens: &[u32]) -> Vec<(u32, Vec<u32>)> {
     let mut engine = faulty(checkpoint, &options(), &[]);
@@ -216,6 +234,10 @@ fn budgets_and_slots_that_are_too_small_show_the_subtraction() {
     assert!(context.contains("`--context 1048576` is out of range"), "{context}");
     let digests = open(EngineOptions { check_reads: true, ..options() });
     assert!(digests.contains("snowmelt pack"), "{digests}");
+    let dense = Checkpoint::open(&fixture("qwen3_5")).unwrap();
+    let checked = EngineOptions { check_reads: true, ..EngineOptions::default() };
+    let dense = Engine::open(&dense, cpu(1, Activations::F32), &checked).unwrap_err();
+    assert!(dense.to_string().contains("snowmelt pack"), "{dense}");
     let mapped = EngineOptions { slots: None, residency: Residency::Mapped, ..options() };
     let mapped = open(EngineOptions { check_reads: true, ..mapped });
     assert!(mapped.contains("nothing is read here"), "{mapped}");

@@ -186,7 +186,7 @@ fn check_content(checkpoint: &Checkpoint) {
     .unwrap();
     assert_eq!(last, all);
     assert_eq!((report.tensors, report.records, report.headers_only), (5, 7, false));
-    assert!(report.unlisted.is_empty());
+    assert!(report.unlisted.is_empty() && report.damage.count == 0);
 }
 
 #[test]
@@ -288,7 +288,7 @@ fn a_run_killed_around_the_rename_ends_well() {
     // After it: only the journal is too many.
     write(&path, "journal", &journal);
     let report = verify(&Checkpoint::open(&path).unwrap(), &mut |_, _| {}).unwrap();
-    assert_eq!(report.unlisted, ["journal"]);
+    assert_eq!((report.unlisted, report.damage.count), (vec!["journal".to_owned()], 0));
     expect_error(Packer::create_or_resume(&path, plan()), &["exists"]);
     assert!(content(&path) == wanted);
     // A journal that is not ours stays.
@@ -395,7 +395,8 @@ fn a_pack_without_experts_or_without_trunk_works() {
         let mut packer = Packer::create_or_resume(&path, small).unwrap();
         while write_next_tensor(&mut packer) || write_next_record(&mut packer) {}
         packer.finish().unwrap();
-        verify(&Checkpoint::open(&path).unwrap(), &mut |_, _| {}).unwrap();
+        let report = verify(&Checkpoint::open(&path).unwrap(), &mut |_, _| {}).unwrap();
+        assert_eq!(report.damage.count, 0);
     }
 }
 
@@ -415,7 +416,11 @@ fn one_flipped_bit_anywhere_is_found_and_named() {
             let mut files = good.clone();
             files.get_mut(name).unwrap()[at] ^= 1 << (at % 8);
             let error = match open(&files) {
-                Ok(checkpoint) => verify(&checkpoint, &mut |_, _| {}).unwrap_err(),
+                Ok(checkpoint) => {
+                    let found = verify(&checkpoint, &mut |_, _| {}).unwrap().damage;
+                    assert_eq!((found.count, found.first.len()), (1, 1), "{name} byte {at}");
+                    found.first.into_iter().next().unwrap()
+                }
                 Err(error) => error,
             };
             let message = error.to_string();
@@ -436,6 +441,26 @@ fn one_flipped_bit_anywhere_is_found_and_named() {
             }
         }
     }
+}
+
+#[test]
+fn all_damage_is_counted_and_the_first_described() {
+    let mut files = reference();
+    for (name, every) in [("trunk.bin", 16), ("experts.bin", 1024), ("tokenizer.json", 1)] {
+        files.get_mut(name).unwrap().iter_mut().step_by(every).for_each(|byte| *byte ^= 1);
+    }
+    let checkpoint = open(&files).unwrap();
+    expect_error(checkpoint.check_trunk(), &["tensor `embed`", "trunk.bin"]);
+    let report = verify(&checkpoint, &mut |_, _| {}).unwrap();
+    let damage = report.damage;
+    let parts = 1 + report.tensors + report.records;
+    assert!(damage.count >= parts, "{damage:?}");
+    assert_eq!(damage.first.len() as u64, damage.count.min(20));
+    let text: Vec<String> = damage.first.iter().map(ToString::to_string).collect();
+    for part in ["tokenizer.json", "tensor `embed`", "tensor `norm`", "expert `0` of layer `1`"] {
+        assert!(text.iter().any(|message| message.contains(part)), "{part}: {text:#?}");
+    }
+    open(&reference()).unwrap().check_trunk().unwrap();
 }
 
 #[test]
@@ -483,8 +508,8 @@ fn manifests_that_lie_are_refused() {
     let mut same = good.clone();
     set_manifest(&mut same, &manifest);
     open(&same).unwrap();
-    refuse("/format", json!("other"), &["`other 1`", "`snowmelt-packed 1`"]);
-    refuse("/version", json!(2), &["`snowmelt-packed 2`"]);
+    refuse("/format", json!("other"), &["`other version 1`", "`snowmelt-packed version 1`"]);
+    refuse("/version", json!(2), &["`snowmelt-packed version 2`", "pack the model again"]);
     refuse("/config", json!(3), &["config", "a number"]);
     refuse("/tensors/1/offset", json!(65), &["`norm`", "`65`", "offset"]);
     refuse("/tensors/1/offset", json!(u64::MAX), &["`norm`", "18446744073709551615"]);

@@ -140,6 +140,8 @@ fn damaged_headers_are_refused_by_name() {
         let result = open_single(raw(header, &vec![0; *data]));
         expect_error(result, &[&["`model.safetensors`"], *parts].concat());
     }
+    let torn = open_single(raw("{\"w\": {", &[]));
+    expect_error(torn, &["the header of `model.safetensors`", "line `1` column `7`", "EOF"]);
 }
 
 #[test]
@@ -168,8 +170,12 @@ fn header_lengths_are_checked_before_anything_is_allocated() {
     let mut claims = good.clone();
     claims[..8].copy_from_slice(&u64::MAX.to_le_bytes());
     expect_error(open_single(claims), &["`18446744073709551615`"]);
-    expect_error(open_single(good[..5].to_vec()), &["`5` of the `8`", "offset `0`"]);
-    expect_error(open_single(Vec::new()), &["`0` of the `8`"]);
+    let interrupted = ["`model.safetensors`", "header", "download was interrupted"];
+    expect_error(
+        open_single(good[..7].to_vec()),
+        &[&["only `7` bytes"], &interrupted[..]].concat(),
+    );
+    expect_error(open_single(Vec::new()), &[&["is empty"], &interrupted[..]].concat());
     let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n".to_vec();
     expect_error(open_single(pointer), &["git lfs pull"]);
     // A file with a hole may be long without having blocks; the cap is below its length.
@@ -224,6 +230,8 @@ fn folders_that_are_no_model_get_advice() {
     std::fs::create_dir(path.join("p")).unwrap();
     write(&path.join("p"), "pytorch_model.bin", "");
     expect_error(Checkpoint::open(&path.join("p")), &["convert them to safetensors"]);
+    write(&path.join("p"), "trunk.bin", "");
+    expect_error(Checkpoint::open(&path.join("p")), &["without its `manifest.json`"]);
     std::fs::create_dir(path.join("m.partial")).unwrap();
     expect_error(Checkpoint::open(&path.join("m")), &["m.partial` is an unfinished pack"]);
     expect_error(Checkpoint::open(&path.join("m.partial")), &["unfinished pack", "`pack`"]);
