@@ -3,7 +3,7 @@
 use crate::interrupt::Stoppable;
 use crate::options::Cpu;
 use crate::output::{Ui, Unit};
-use crate::size::Bytes;
+use crate::size::{Bytes, counted};
 use anyhow::Result;
 use serde_json::{Value, json};
 use snowmelt_engine::{Engine, Finish, GenerateOptions, Sampler, SessionId, Stats};
@@ -70,10 +70,10 @@ impl Numbers {
     /// One line for people.
     pub(crate) fn line(&self, streams: bool) -> String {
         let mut line = format!(
-            "prompt {} tokens, {:.1} tokens/s; answer {} tokens, {:.1} tokens/s",
-            self.fed_tokens,
+            "prompt {}, {:.1} tokens/s; answer {}, {:.1} tokens/s",
+            counted(self.fed_tokens, "token"),
             self.prompt_rate(),
-            self.generated_tokens,
+            counted(self.generated_tokens, "token"),
             self.generation_rate()
         );
         if streams {

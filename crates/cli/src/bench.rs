@@ -5,7 +5,7 @@ use crate::args::usage;
 use crate::ceilings::{self, Disk};
 use crate::options::{Cpu, EngineArgs, residency_line};
 use crate::output::{self, Ui, Unit};
-use crate::size::Bytes;
+use crate::size::{Bytes, counted};
 use crate::{input, model, run};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
@@ -274,14 +274,16 @@ impl Report<'_> {
         let mut line = |what: &str, value: String| {
             let _ = writeln!(text, "{what:<16} {value}");
         };
+        let rate = |rate: f64, n: usize| format!("{rate:.1} tokens/s ({})", counted(n, "token"));
         let backend = engine.backend();
         line("model", format!("{} ({})", self.name, engine.census().family));
         line("memory", residency_line(engine.plan()));
-        let (threads, activations) = (backend.threads(), backend.activations());
+        let threads = counted(backend.threads(), "thread");
+        let activations = backend.activations();
         let isa = backend.isa();
-        line("processor", format!("{isa}, {threads} threads, activations {activations}"));
-        line("prompt", format!("{:.1} tokens/s ({} tokens)", self.prompt_rate(), self.prompt));
-        line("decode", format!("{:.1} tokens/s ({} tokens)", self.decode_rate(), self.generate));
+        line("processor", format!("{isa}, {threads}, activations {activations}"));
+        line("prompt", rate(self.prompt_rate(), self.prompt));
+        line("decode", rate(self.decode_rate(), self.generate));
         let (half, most, nearly) =
             (self.latency_ms(0.5), self.latency_ms(0.9), self.latency_ms(0.99));
         line("a token takes", format!("{half:.2} ms, 90 % {most:.2} ms, 99 % {nearly:.2} ms"));
@@ -370,7 +372,7 @@ impl Ceilings {
             let _ = writeln!(text, "{what:<16} {:.2} GB/s {how}", bytes / 1e9);
         };
         line("memory", self.memory_one, "with one thread");
-        line("", self.memory_all, &format!("with {} threads", self.threads));
+        line("", self.memory_all, &format!("with {}", counted(self.threads, "thread")));
         let Some(disk) = &self.disk else { return text };
         for (index, (block, speed)) in disk.speeds.iter().enumerate() {
             let what = if index == 0 { "disk" } else { "" };
@@ -437,7 +439,8 @@ fn record(args: &BenchArgs, checkpoint: &Checkpoint, path: &Path, ui: Ui) -> Res
     }
     bar.finish_and_clear();
     out.flush().with_context(could_not)?;
-    ui.note(format_args!("wrote the routes of {} tokens to {}", ids.len(), path.display()));
+    let tokens = counted(ids.len(), "token");
+    ui.note(format_args!("wrote the routes of {tokens} to {}", path.display()));
     Ok(ExitCode::SUCCESS)
 }
 

@@ -6,6 +6,7 @@ use crate::interrupt::{self, Stoppable};
 use crate::model::{self, ModelArg};
 use crate::options::EngineArgs;
 use crate::output::{self, Ui, Unit};
+use crate::size::counted;
 use crate::{input, run};
 use anyhow::Result;
 use clap::{Args, Subcommand};
@@ -79,7 +80,8 @@ fn measure(args: &PerplexityArgs, ui: Ui) -> Result<ExitCode> {
     let (measured, seconds) = (measured?, start.elapsed().as_secs_f64());
     let is_whole = measured.windows == ids.len() / window;
     if !is_whole {
-        ui.warn(format_args!("interrupted: these are the first {} windows", measured.windows));
+        let windows = counted(measured.windows, "window");
+        ui.warn(format_args!("interrupted: this is the result of the first {windows}"));
     }
     let per_second = (measured.windows * window) as f64 / seconds;
     if args.json {
@@ -103,12 +105,11 @@ fn measure(args: &PerplexityArgs, ui: Ui) -> Result<ExitCode> {
 
 fn describe(measured: &Perplexity, window: usize) -> String {
     format!(
-        "perplexity {:.4}, mean loss {:.6} over {} predictions ({} windows of {window} of {} \
-         tokens)\n",
+        "perplexity {:.4}, mean loss {:.6} over {} ({} of {window} tokens, in a text of {})\n",
         measured.perplexity,
         measured.mean_nll,
-        measured.predictions,
-        measured.windows,
+        counted(measured.predictions, "prediction"),
+        counted(measured.windows, "window"),
         measured.tokens,
     )
 }

@@ -1,12 +1,12 @@
 //! Flags that all commands share, and the engine that they describe.
 
 use crate::output::Ui;
-use crate::size::{Bytes, Memory};
+use crate::size::{Bytes, Memory, counted};
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
 use snowmelt_backend::BufType;
 use snowmelt_backend_cpu::{Activations, CpuBackend, CpuOptions};
-use snowmelt_engine::{Engine, EngineOptions, Io, Residency, Size, available_memory};
+use snowmelt_engine::{Engine, EngineOptions, Io, Residency, available_memory};
 use snowmelt_weights::{Checkpoint, Encoding, Packed};
 
 /// The backend that this binary runs on.
@@ -173,8 +173,8 @@ impl EngineArgs {
             ui.warn(format_args!(
                 "the mapped model needs {}, more than the budget of {}: the system decides what \
                  stays in memory\nhint: `--residency streamed` keeps the budget",
-                Size(all),
-                Size(plan.budget_bytes)
+                Bytes(all),
+                Bytes(plan.budget_bytes)
             ));
         }
         ui.detail(format_args!("{:?}", engine.backend()));
@@ -193,7 +193,8 @@ pub(crate) fn residency_line(plan: &snowmelt_engine::Plan) -> String {
         Residency::Mapped => format!("mapped: {n} experts of {each} in the page cache"),
         Residency::Resident => format!("resident: all {n} experts of {each} in memory"),
         Residency::Auto | Residency::Streamed => format!(
-            "streamed: {slots} slots of {each} for {n} experts ({:.0} %)",
+            "streamed: {} of {each} for {n} experts ({:.0} %)",
+            counted(slots as usize, "slot"),
             f64::from(slots) * 100.0 / n as f64
         ),
     }
