@@ -2,11 +2,12 @@
 
 use crate::output::Ui;
 use crate::size::{Bytes, Memory, counted};
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
+use clap::builder::BoolishValueParser;
 use clap::{Args, ValueEnum};
 use snowmelt_backend::BufType;
 use snowmelt_backend_cpu::{Activations, CpuBackend, CpuOptions};
-use snowmelt_engine::{Engine, EngineOptions, Io, Residency, available_memory};
+use snowmelt_engine::{Engine, EngineError, EngineOptions, Io, Residency, available_memory};
 use snowmelt_weights::{Checkpoint, Encoding, Packed};
 
 /// The backend that this binary runs on.
@@ -48,6 +49,7 @@ pub(crate) struct EngineArgs {
     pub(crate) kv: KvArg,
     /// Compare every expert read with its digest (packed models only)
     #[arg(long, env = "SNOWMELT_CHECK_READS", hide_env_values = true)]
+    #[arg(value_parser = BoolishValueParser::new())]
     pub(crate) check_reads: bool,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
@@ -182,6 +184,20 @@ impl EngineArgs {
         ui.detail(residency_line(plan));
         ensure!(plan.context_tokens > 0, "the plan left no context");
         Ok(engine)
+    }
+}
+
+/// Refuses tokens that do not fit into the context, and says what helps: `shorter`, and a longer
+/// context where the model has one.
+pub(crate) fn ensure_fits(engine: &Engine<Cpu>, tokens: usize, shorter: &str) -> Result<()> {
+    let (limit, model) = (engine.plan().context_tokens, engine.census().context_max);
+    if tokens <= limit {
+        return Ok(());
+    }
+    let error = EngineError::Context { got: tokens, limit, model };
+    match limit < model {
+        true => bail!("{error}\nhint: {shorter}, or `--context` can be raised to {model}"),
+        false => bail!("{error}, the longest of this model\nhint: {shorter}"),
     }
 }
 
