@@ -1,9 +1,9 @@
 //! One answer: prompt in, tokens and text out, with the numbers that go with it.
 
 use crate::interrupt::Stoppable;
-use crate::options::Cpu;
+use crate::options::{Cpu, ensure_fits};
 use crate::output::{Ui, Unit};
-use crate::size::Bytes;
+use crate::size::{Bytes, counted};
 use anyhow::Result;
 use serde_json::{Value, json};
 use snowmelt_engine::{Engine, Finish, GenerateOptions, Sampler, SessionId, Stats};
@@ -19,6 +19,8 @@ pub(crate) struct Ask<'a> {
     pub(crate) generate: &'a GenerateOptions,
     pub(crate) stop: &'a [String],
     pub(crate) tokenizer: Option<&'a Tokenizer>,
+    /// What helps where it does not fit into the context.
+    pub(crate) shorter: &'a str,
 }
 
 /// What came.
@@ -70,10 +72,10 @@ impl Numbers {
     /// One line for people.
     pub(crate) fn line(&self, streams: bool) -> String {
         let mut line = format!(
-            "prompt {} tokens, {:.1} tokens/s; answer {} tokens, {:.1} tokens/s",
-            self.fed_tokens,
+            "prompt {}, {:.1} tokens/s; answer {}, {:.1} tokens/s",
+            counted(self.fed_tokens, "token"),
             self.prompt_rate(),
-            self.generated_tokens,
+            counted(self.generated_tokens, "token"),
             self.generation_rate()
         );
         if streams {
@@ -193,6 +195,7 @@ pub(crate) fn answer(
     let stop = StopStrings::new(ask.stop.to_vec())?;
     let before = engine.stats();
     let mut numbers = Numbers { prompt_tokens: ask.ids.len(), ..Numbers::default() };
+    ensure_fits(engine, ask.ids.len(), ask.shorter)?;
     let is_whole = prefill(engine, session, ask.ids, (&stoppable, ui), &mut numbers)?;
     let mut ids = Vec::new();
     let detokenizer = ask.tokenizer.map(|tokenizer| Detokenizer::new(tokenizer, true));

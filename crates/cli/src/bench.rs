@@ -3,9 +3,9 @@
 use crate::answer::{read_bytes, since, stats_json};
 use crate::args::usage;
 use crate::ceilings::{self, Disk};
-use crate::options::{Cpu, EngineArgs, residency_line};
+use crate::options::{Cpu, EngineArgs, ensure_fits, residency_line};
 use crate::output::{self, Ui, Unit};
-use crate::size::Bytes;
+use crate::size::{Bytes, counted};
 use crate::{input, model, run};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
@@ -119,20 +119,25 @@ pub(crate) fn run(args: &BenchArgs, ui: Ui) -> Result<ExitCode> {
 }
 
 /// Ids of what the user gave.
-fn given_ids(args: &BenchArgs, checkpoint: &Checkpoint) -> Result<Option<Vec<u32>>> {
+fn given_ids(args: &BenchArgs, checkpoint: &Checkpoint, ui: Ui) -> Result<Option<Vec<u32>>> {
     if let Some(path) = &args.ids {
-        return input::ids(path).map(Some);
+        return input::ids(path, ui).map(Some);
     }
     let Some(path) = &args.text else { return Ok(None) };
     let tokenizer = model::need_tokenizer(checkpoint)?;
-    Ok(Some(tokenizer.encode_with(&input::text(path)?, Specials::Parse, true)?))
+    Ok(Some(tokenizer.encode_with(&input::text(path, ui)?, Specials::Parse, true)?))
 }
 
 /// `wanted` ids of the given or the built-in text, again and again where it is short.
-fn prompt_ids(args: &BenchArgs, checkpoint: &Checkpoint, wanted: usize) -> Result<Vec<u32>> {
+fn prompt_ids(
+    args: &BenchArgs,
+    checkpoint: &Checkpoint,
+    wanted: usize,
+    ui: Ui,
+) -> Result<Vec<u32>> {
     let tokenizer = model::tokenizer(checkpoint)?;
     let n_vocab = snowmelt_model::census(checkpoint)?.n_vocab as u32;
-    let text = match (given_ids(args, checkpoint)?, tokenizer) {
+    let text = match (given_ids(args, checkpoint, ui)?, tokenizer) {
         (Some(ids), _) => ids,
         (None, Some(tokenizer)) => tokenizer.encode_with(TEXT, Specials::Parse, true)?,
         // Scattered over the vocabulary.
@@ -164,9 +169,11 @@ fn measure(args: &BenchArgs, name: &str, checkpoint: &Checkpoint, ui: Ui) -> Res
     let generate = args.generate as usize;
     let room = context_max.saturating_sub(generate).max(1);
     let prompt = args.prompt.map_or(room.min(512), |tokens| tokens as usize);
-    let ids = prompt_ids(args, checkpoint, prompt)?;
+    let ids = prompt_ids(args, checkpoint, prompt, ui)?;
     let context = Some(prompt.saturating_add(generate));
     let mut engine = run::open_engine(&args.engine, checkpoint, context, ui)?;
+    let tokens = prompt.saturating_add(generate);
+    ensure_fits(&engine, tokens, "smaller `--prompt` and `--gen` fit")?;
     let session = engine.session()?;
     let bar = ui.bar(u64::from(args.repeat), "measuring", Unit::Things("repetitions"));
     let mut rounds = Vec::new();
@@ -274,14 +281,16 @@ impl Report<'_> {
         let mut line = |what: &str, value: String| {
             let _ = writeln!(text, "{what:<16} {value}");
         };
+        let rate = |rate: f64, n: usize| format!("{rate:.1} tokens/s ({})", counted(n, "token"));
         let backend = engine.backend();
         line("model", format!("{} ({})", self.name, engine.census().family));
         line("memory", residency_line(engine.plan()));
-        let (threads, activations) = (backend.threads(), backend.activations());
+        let threads = counted(backend.threads(), "thread");
+        let activations = backend.activations();
         let isa = backend.isa();
-        line("processor", format!("{isa}, {threads} threads, activations {activations}"));
-        line("prompt", format!("{:.1} tokens/s ({} tokens)", self.prompt_rate(), self.prompt));
-        line("decode", format!("{:.1} tokens/s ({} tokens)", self.decode_rate(), self.generate));
+        line("processor", format!("{isa}, {threads}, activations {activations}"));
+        line("prompt", rate(self.prompt_rate(), self.prompt));
+        line("decode", rate(self.decode_rate(), self.generate));
         let (half, most, nearly) =
             (self.latency_ms(0.5), self.latency_ms(0.9), self.latency_ms(0.99));
         line("a token takes", format!("{half:.2} ms, 90 % {most:.2} ms, 99 % {nearly:.2} ms"));
@@ -370,7 +379,7 @@ impl Ceilings {
             let _ = writeln!(text, "{what:<16} {:.2} GB/s {how}", bytes / 1e9);
         };
         line("memory", self.memory_one, "with one thread");
-        line("", self.memory_all, &format!("with {} threads", self.threads));
+        line("", self.memory_all, &format!("with {}", counted(self.threads, "thread")));
         let Some(disk) = &self.disk else { return text };
         for (index, (block, speed)) in disk.speeds.iter().enumerate() {
             let what = if index == 0 { "disk" } else { "" };
@@ -411,7 +420,7 @@ type Seen = Arc<Mutex<Vec<(u32, Routes)>>>;
 
 /// Reads a text in windows and writes which experts each token used.
 fn record(args: &BenchArgs, checkpoint: &Checkpoint, path: &Path, ui: Ui) -> Result<ExitCode> {
-    let Some(ids) = given_ids(args, checkpoint)? else {
+    let Some(ids) = given_ids(args, checkpoint, ui)? else {
         return Err(usage("--record-routes needs --text or --ids"));
     };
     let mut engine = run::open_engine(&args.engine, checkpoint, Some(WINDOW), ui)?;
@@ -437,7 +446,8 @@ fn record(args: &BenchArgs, checkpoint: &Checkpoint, path: &Path, ui: Ui) -> Res
     }
     bar.finish_and_clear();
     out.flush().with_context(could_not)?;
-    ui.note(format_args!("wrote the routes of {} tokens to {}", ids.len(), path.display()));
+    let tokens = counted(ids.len(), "token");
+    ui.note(format_args!("wrote the routes of {tokens} to {}", path.display()));
     Ok(ExitCode::SUCCESS)
 }
 

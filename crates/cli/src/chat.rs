@@ -127,6 +127,7 @@ impl Chat {
             generate: &generate,
             stop: &sampling.stop,
             tokenizer: Some(&self.tokenizer),
+            shorter: "`/clear` begins anew",
         };
         let mut show = |piece: Piece<'_>| match piece {
             Piece::Text(text) => output::data(text),

@@ -4,8 +4,9 @@ use crate::answer::{since, stats_json};
 use crate::args::usage;
 use crate::interrupt::{self, Stoppable};
 use crate::model::{self, ModelArg};
-use crate::options::EngineArgs;
+use crate::options::{EngineArgs, ensure_fits};
 use crate::output::{self, Ui, Unit};
+use crate::size::counted;
 use crate::{input, run};
 use anyhow::Result;
 use clap::{Args, Subcommand};
@@ -65,9 +66,10 @@ fn measure(args: &PerplexityArgs, ui: Ui) -> Result<ExitCode> {
         (None, text) => text.as_deref(),
     };
     let checkpoint = model::open(name, ui)?;
-    let ids = ids(&checkpoint, text, args.ids.as_deref())?;
+    let ids = ids(&checkpoint, text, args.ids.as_deref(), ui)?;
     let window = args.window as usize;
     let mut engine = run::open_engine(&args.engine, &checkpoint, Some(window), ui)?;
+    ensure_fits(&engine, window, "a smaller `--window` fits")?;
     let stoppable = Stoppable::begin();
     let bar = ui.bar((ids.len() / window) as u64, "measuring", Unit::Things("windows"));
     let (before, start) = (engine.stats(), Instant::now());
@@ -79,7 +81,8 @@ fn measure(args: &PerplexityArgs, ui: Ui) -> Result<ExitCode> {
     let (measured, seconds) = (measured?, start.elapsed().as_secs_f64());
     let is_whole = measured.windows == ids.len() / window;
     if !is_whole {
-        ui.warn(format_args!("interrupted: these are the first {} windows", measured.windows));
+        let windows = counted(measured.windows, "window");
+        ui.warn(format_args!("interrupted: this is the result of the first {windows}"));
     }
     let per_second = (measured.windows * window) as f64 / seconds;
     if args.json {
@@ -103,23 +106,27 @@ fn measure(args: &PerplexityArgs, ui: Ui) -> Result<ExitCode> {
 
 fn describe(measured: &Perplexity, window: usize) -> String {
     format!(
-        "perplexity {:.4}, mean loss {:.6} over {} predictions ({} windows of {window} of {} \
-         tokens)\n",
+        "perplexity {:.4}, mean loss {:.6} over {} ({} of {window} tokens, in a text of {})\n",
         measured.perplexity,
         measured.mean_nll,
-        measured.predictions,
-        measured.windows,
+        counted(measured.predictions, "prediction"),
+        counted(measured.windows, "window"),
         measured.tokens,
     )
 }
 
 /// Ids of the one text that was given.
-fn ids(checkpoint: &Checkpoint, text: Option<&Path>, ids: Option<&Path>) -> Result<Vec<u32>> {
+fn ids(
+    checkpoint: &Checkpoint,
+    text: Option<&Path>,
+    ids: Option<&Path>,
+    ui: Ui,
+) -> Result<Vec<u32>> {
     match (text, ids) {
-        (None, Some(path)) => input::ids(path),
+        (None, Some(path)) => input::ids(path, ui),
         (Some(path), None) => {
             let tokenizer = model::need_tokenizer(checkpoint)?;
-            Ok(tokenizer.encode_with(&input::text(path)?, Specials::Parse, true)?)
+            Ok(tokenizer.encode_with(&input::text(path, ui)?, Specials::Parse, true)?)
         }
         (None, None) => Err(usage("a TEXTFILE or --ids is needed")),
         (Some(_), Some(_)) => Err(usage("TEXTFILE and --ids cannot be used together")),

@@ -1,14 +1,15 @@
 //! Reading what users give: token ids, texts, prompts.
 
+use crate::output::Ui;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::Value;
-use std::io::Read;
+use std::io::{IsTerminal, Read};
 use std::path::Path;
 
 /// Token ids from a JSON array of integers; `-` is stdin.
-pub(crate) fn ids(path: &Path) -> Result<Vec<u32>> {
+pub(crate) fn ids(path: &Path, ui: Ui) -> Result<Vec<u32>> {
     let name = path.display();
-    let bytes = bytes(path)?;
+    let bytes = bytes(path, "token ids", ui)?;
     let value: Value =
         serde_json::from_slice(&bytes).with_context(|| format!("`{name}` is not JSON\n{HINT}"))?;
     let Value::Array(list) = value else {
@@ -24,13 +25,13 @@ pub(crate) fn ids(path: &Path) -> Result<Vec<u32>> {
 const HINT: &str = "hint: expected token ids as `[1, 2, 3]`";
 
 /// A text file; `-` is stdin.
-pub(crate) fn text(path: &Path) -> Result<String> {
-    into_text(bytes(path)?, &format!("`{}`", path.display()))
+pub(crate) fn text(path: &Path, ui: Ui) -> Result<String> {
+    into_text(bytes(path, "a text", ui)?, &format!("`{}`", path.display()))
 }
 
 /// All of stdin as a prompt, without the newline that ends its last line.
-pub(crate) fn prompt() -> Result<String> {
-    let mut text = into_text(stdin()?, "stdin")?;
+pub(crate) fn prompt(ui: Ui) -> Result<String> {
+    let mut text = into_text(stdin("a prompt", ui)?, "stdin")?;
     if text.ends_with('\n') {
         text.pop();
         if text.ends_with('\r') {
@@ -43,17 +44,21 @@ pub(crate) fn prompt() -> Result<String> {
 /// More than any context holds; a source without an end is refused instead of read for ever.
 const BYTES_MAX: u64 = 1 << 30;
 
-fn bytes(path: &Path) -> Result<Vec<u8>> {
+fn bytes(path: &Path, what: &str, ui: Ui) -> Result<Vec<u8>> {
     if path == Path::new("-") {
-        return stdin();
+        return stdin(what, ui);
     }
     let name = format!("`{}`", path.display());
     let file = std::fs::File::open(path).with_context(|| format!("could not read {name}"))?;
     limited(file, &name)
 }
 
-fn stdin() -> Result<Vec<u8>> {
-    limited(std::io::stdin().lock(), "stdin")
+fn stdin(what: &str, ui: Ui) -> Result<Vec<u8>> {
+    let stdin = std::io::stdin().lock();
+    if stdin.is_terminal() {
+        ui.note(format_args!("type {what}; Ctrl-D on a line of its own ends it"));
+    }
+    limited(stdin, "stdin")
 }
 
 fn limited(source: impl Read, name: &str) -> Result<Vec<u8>> {

@@ -27,8 +27,8 @@ mod tensors;
 mod tiny;
 mod verify;
 
-use args::{Cli, Command};
-use clap::{CommandFactory, Parser};
+use args::{Cli, Command, Globals};
+use clap::CommandFactory;
 use output::{StdoutClosed, Ui};
 use std::process::ExitCode;
 
@@ -38,13 +38,9 @@ const USAGE: u8 = 2;
 const CLOSED_PIPE: u8 = 128 + 13;
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
-        Err(error) => {
-            // Nobody is left to tell when this fails too.
-            let _ = error.print();
-            return ExitCode::from(error.exit_code() as u8);
-        }
+    let (cli, mut named) = match args::parse() {
+        Ok(parsed) => parsed,
+        Err(error) => return end(&error),
     };
     let ui = Ui::new(cli.globals);
     if let Err(error) = interrupt::install() {
@@ -52,7 +48,23 @@ fn main() -> ExitCode {
     }
     match dispatch(cli.command, ui) {
         Ok(code) => code,
-        Err(error) => report(&error, ui),
+        Err(error) => match error.downcast_ref() {
+            Some(usage) => end(&named.usage_error(usage)),
+            None => report(&error, &named.variables, ui),
+        },
+    }
+}
+
+/// Prints what clap has to say: a help text or a usage error.
+fn end(error: &clap::Error) -> ExitCode {
+    if error.use_stderr() {
+        // Nobody is left to tell when this fails too.
+        let _ = error.print();
+        return ExitCode::from(USAGE);
+    }
+    match output::data(&error.render().to_string()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => report(&error, &[], Ui::new(Globals::default())),
     }
 }
 
@@ -78,14 +90,14 @@ fn dispatch(command: Command, ui: Ui) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn report(error: &anyhow::Error, ui: Ui) -> ExitCode {
+fn report(error: &anyhow::Error, variables: &[(String, String)], ui: Ui) -> ExitCode {
     if error.downcast_ref::<StdoutClosed>().is_some() {
         return ExitCode::from(CLOSED_PIPE);
     }
-    if let Some(error) = error.downcast_ref::<clap::Error>() {
-        let _ = error.print();
-        return ExitCode::from(USAGE);
-    }
     ui.error(error);
+    let text = format!("{error:#}");
+    for (flag, variable) in variables.iter().filter(|(flag, _)| text.contains(flag.as_str())) {
+        output::say(format_args!("hint: {variable} sets `{flag}` here"));
+    }
     ExitCode::FAILURE
 }

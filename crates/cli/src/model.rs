@@ -3,7 +3,7 @@
 use crate::args::usage;
 use crate::output::Ui;
 use crate::tiny;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use etcetera::{BaseStrategy, base_strategy::choose_base_strategy};
 use serde_json::Value;
@@ -35,6 +35,9 @@ impl ModelArg {
     /// The model, and what stood in its place if `--model` names it.
     pub(crate) fn split(&self) -> Result<(&str, Option<&str>)> {
         match &self.flag {
+            Some(model) if self.positional.as_ref() == Some(model) => Err(usage(format_args!(
+                "`{model}` is named twice: with --model no MODEL comes first"
+            ))),
             Some(model) => Ok((model, self.positional.as_deref())),
             None => Ok((self.get()?, None)),
         }
@@ -60,7 +63,10 @@ fn home() -> Option<PathBuf> {
 }
 
 fn user_folders() -> Result<impl BaseStrategy> {
-    choose_base_strategy().context("there is no home folder")
+    let folders = choose_base_strategy().context("there is no home folder")?;
+    let home = folders.home_dir();
+    ensure!(home.is_absolute(), "`HOME` is `{}`, expected an absolute path", home.display());
+    Ok(folders)
 }
 
 /// Opens a folder, or the built-in model.

@@ -1,12 +1,13 @@
 //! Flags that all commands share, and the engine that they describe.
 
 use crate::output::Ui;
-use crate::size::{Bytes, Memory};
-use anyhow::{Result, ensure};
+use crate::size::{Bytes, Memory, counted};
+use anyhow::{Result, bail, ensure};
+use clap::builder::BoolishValueParser;
 use clap::{Args, ValueEnum};
 use snowmelt_backend::BufType;
 use snowmelt_backend_cpu::{Activations, CpuBackend, CpuOptions};
-use snowmelt_engine::{Engine, EngineOptions, Io, Residency, Size, available_memory};
+use snowmelt_engine::{Engine, EngineError, EngineOptions, Io, Residency, available_memory};
 use snowmelt_weights::{Checkpoint, Encoding, Packed};
 
 /// The backend that this binary runs on.
@@ -48,6 +49,7 @@ pub(crate) struct EngineArgs {
     pub(crate) kv: KvArg,
     /// Compare every expert read with its digest (packed models only)
     #[arg(long, env = "SNOWMELT_CHECK_READS", hide_env_values = true)]
+    #[arg(value_parser = BoolishValueParser::new())]
     pub(crate) check_reads: bool,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
@@ -173,8 +175,8 @@ impl EngineArgs {
             ui.warn(format_args!(
                 "the mapped model needs {}, more than the budget of {}: the system decides what \
                  stays in memory\nhint: `--residency streamed` keeps the budget",
-                Size(all),
-                Size(plan.budget_bytes)
+                Bytes(all),
+                Bytes(plan.budget_bytes)
             ));
         }
         ui.detail(format_args!("{:?}", engine.backend()));
@@ -182,6 +184,20 @@ impl EngineArgs {
         ui.detail(residency_line(plan));
         ensure!(plan.context_tokens > 0, "the plan left no context");
         Ok(engine)
+    }
+}
+
+/// Refuses tokens that do not fit into the context, and says what helps: `shorter`, and a longer
+/// context where the model has one.
+pub(crate) fn ensure_fits(engine: &Engine<Cpu>, tokens: usize, shorter: &str) -> Result<()> {
+    let (limit, model) = (engine.plan().context_tokens, engine.census().context_max);
+    if tokens <= limit {
+        return Ok(());
+    }
+    let error = EngineError::Context { got: tokens, limit, model };
+    match limit < model {
+        true => bail!("{error}\nhint: {shorter}, or `--context` can be raised to {model}"),
+        false => bail!("{error}, the longest of this model\nhint: {shorter}"),
     }
 }
 
@@ -193,7 +209,8 @@ pub(crate) fn residency_line(plan: &snowmelt_engine::Plan) -> String {
         Residency::Mapped => format!("mapped: {n} experts of {each} in the page cache"),
         Residency::Resident => format!("resident: all {n} experts of {each} in memory"),
         Residency::Auto | Residency::Streamed => format!(
-            "streamed: {slots} slots of {each} for {n} experts ({:.0} %)",
+            "streamed: {} of {each} for {n} experts ({:.0} %)",
+            counted(slots as usize, "slot"),
             f64::from(slots) * 100.0 / n as f64
         ),
     }

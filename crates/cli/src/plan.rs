@@ -4,6 +4,7 @@ use crate::model::{self, ModelArg};
 use crate::options::{Cpu, EngineArgs, residency_line};
 use crate::outline;
 use crate::output::{self, Ui};
+use crate::size::counted;
 use anyhow::Result;
 use clap::Args;
 use serde_json::{Value, json};
@@ -86,7 +87,7 @@ impl Planner<'_> {
             },
             ..*self
         };
-        let smallest = smallest_bytes(plan);
+        let smallest = smallest_bytes(free.plan(None).as_ref().unwrap_or(plan));
         let mut rows = Vec::new();
         if let Ok(plan) = free.plan(Some(smallest)) {
             rows.push(("smallest".to_owned(), plan));
@@ -137,7 +138,7 @@ fn describe(plan: &Plan, rows: &[(String, Plan)]) -> String {
     let mut text = plan.subtraction();
     let _ = writeln!(text, "\n{}", residency_line(plan));
     let (context, chunk) = (plan.context_tokens, plan.rows);
-    let _ = writeln!(text, "context {context} tokens, prompts in chunks of {chunk}");
+    let _ = writeln!(text, "context {}, prompts in chunks of {chunk}", counted(context, "token"));
     if plan.n_experts > 0 {
         let _ = writeln!(text, "fewest slots {}", plan.fewest_slots);
     }

@@ -6,8 +6,9 @@ use crate::model::{self, ModelArg};
 use crate::options::{Cpu, EngineArgs};
 use crate::output::{self, Ui};
 use crate::sampling::SamplingArgs;
+use crate::size::Bytes;
 use crate::{chat, input, interrupt};
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::Args;
 use serde_json::{Value, json};
 use snowmelt_engine::{Engine, GenerateOptions, Sampler, end_of_text};
@@ -77,7 +78,7 @@ pub(crate) fn run(args: RunArgs, ui: Ui) -> Result<ExitCode> {
         return Err(usage("a PROMPT and --ids cannot be used together"));
     }
     let checkpoint = model::open(name, ui)?;
-    let prompt = prompt(&args, &words)?;
+    let prompt = prompt(&args, &words, ui)?;
     let ready = Ready::new(checkpoint, &args, matches!(prompt, Prompt::Ids(_)), ui)?;
     match prompt {
         Prompt::Chat => chat::chat(ready, args, ui),
@@ -89,9 +90,9 @@ pub(crate) fn run(args: RunArgs, ui: Ui) -> Result<ExitCode> {
     }
 }
 
-fn prompt(args: &RunArgs, words: &[&str]) -> Result<Prompt> {
+fn prompt(args: &RunArgs, words: &[&str], ui: Ui) -> Result<Prompt> {
     if let Some(path) = &args.ids {
-        return Ok(Prompt::Ids(input::ids(path)?));
+        return Ok(Prompt::Ids(input::ids(path, ui)?));
     }
     let text = match words {
         [] => {
@@ -99,7 +100,7 @@ fn prompt(args: &RunArgs, words: &[&str]) -> Result<Prompt> {
             if is_chat && !args.json && !args.raw {
                 return Ok(Prompt::Chat);
             }
-            input::prompt()?
+            input::prompt(ui)?
         }
         words => words.join(" "),
     };
@@ -116,6 +117,9 @@ impl Ready {
             }
             result => result?,
         };
+        if tokenizer.is_none() && !args.sampling.stop.is_empty() {
+            bail!("`--stop` needs the model's `tokenizer.json`, which cannot be read here");
+        }
         let template = if by_ids || args.raw { None } else { model::template(&checkpoint)? };
         let generation_config = model::generation_config(&checkpoint)?;
         let stop_ids = if args.sampling.ignore_eos {
@@ -133,6 +137,7 @@ impl Ready {
             model::need_tokenizer(&self.checkpoint)?;
             unreachable!("it is missing");
         };
+        check_length(text, &self.checkpoint)?;
         let mut messages = Vec::new();
         messages.extend(args.system.as_deref().map(|text| Message::new("system", text)));
         messages.push(Message::new("user", text));
@@ -147,6 +152,23 @@ impl Ready {
         }
         Ok(tokenizer.encode_with(text, Specials::Parse, true)?)
     }
+}
+
+/// No vocabulary has a longer token; published ones end at 128 spaces.
+const TOKEN_BYTES_MAX: usize = 256;
+
+/// Refuses a text that no context holds before a template and a tokenizer work on it for minutes.
+fn check_length(text: &str, checkpoint: &Checkpoint) -> Result<()> {
+    let context = snowmelt_model::census(checkpoint)?.context_max;
+    let most = context.saturating_mul(TOKEN_BYTES_MAX);
+    ensure!(
+        text.len() <= most,
+        "the prompt is too long: {}, where the {context} tokens of this model's context are at \
+         most {}",
+        Bytes(text.len() as u64),
+        Bytes(most as u64)
+    );
+    Ok(())
 }
 
 /// A conversation as token ids, with the beginning of the next answer.
@@ -178,6 +200,7 @@ fn once(ready: &Ready, args: &RunArgs, ids: &[u32], ui: Ui) -> Result<ExitCode> 
         generate: &ready.generate,
         stop: &args.sampling.stop,
         tokenizer: ready.tokenizer.as_ref(),
+        shorter: "a shorter prompt fits",
     };
     let mut shown = Shown { json: args.json, ids: 0, is_line_open: false };
     let done =

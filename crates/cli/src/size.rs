@@ -1,5 +1,6 @@
-//! Sizes as people write them.
+//! Sizes and counts as people write them.
 
+pub(crate) use snowmelt_engine::Size as Bytes;
 use std::fmt;
 use std::str::FromStr;
 
@@ -80,25 +81,6 @@ impl FromStr for Memory {
     }
 }
 
-/// Bytes in the unit that reads best.
-pub(crate) struct Bytes(pub(crate) u64);
-
-impl fmt::Display for Bytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
-        if self.0 < 1024 {
-            return f.pad(&format!("{} B", self.0));
-        }
-        let mut value = self.0 as f64 / 1024.0;
-        let mut at = 0;
-        while value >= 1023.95 && at + 1 < UNITS.len() {
-            value /= 1024.0;
-            at += 1;
-        }
-        f.pad(&format!("{value:.1} {}", UNITS[at]))
-    }
-}
-
 /// A count in the unit that reads best: `30.2 M`.
 pub(crate) fn count(n: u64) -> String {
     let value = n as f64;
@@ -110,9 +92,14 @@ pub(crate) fn count(n: u64) -> String {
     }
 }
 
+/// A count with its noun: `1 token`, `2 tokens`.
+pub(crate) fn counted(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{Bytes, Memory};
+    use super::{Memory, counted};
 
     #[test]
     fn sizes_are_read() {
@@ -166,17 +153,9 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_printed() {
-        let cases = [
-            (0, "0 B"),
-            (1023, "1023 B"),
-            (1024, "1.0 KiB"),
-            ((1 << 20) - 1, "1.0 MiB"),
-            (3 << 29, "1.5 GiB"),
-            (u64::MAX, "16384.0 PiB"),
-        ];
-        for (bytes, text) in cases {
-            assert_eq!(Bytes(bytes).to_string(), text);
-        }
+    fn things_are_counted() {
+        assert_eq!(counted(0, "token"), "0 tokens");
+        assert_eq!(counted(1, "token"), "1 token");
+        assert_eq!(counted(2, "token"), "2 tokens");
     }
 }

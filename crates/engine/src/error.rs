@@ -1,6 +1,6 @@
 //! Why the engine refuses or fails.
 
-use crate::plan::Plan;
+use crate::plan::{EngineOptions, Plan};
 use crate::sampler::SamplerError;
 use snowmelt_backend::StepError;
 use snowmelt_expert_store::StoreError;
@@ -28,10 +28,12 @@ pub enum EngineError {
     #[error("{}", chain(.0))]
     Step(StepError),
     /// The budget is too small.
-    #[error("{}", .plan.refusal())]
+    #[error("{}", .plan.refusal(.options))]
     Budget {
         /// The plan that failed, with every item.
         plan: Box<Plan>,
+        /// What was asked for.
+        options: Box<EngineOptions>,
     },
     /// Fewer slots than a step needs.
     #[error(
@@ -47,10 +49,7 @@ pub enum EngineError {
         fewest: u32,
     },
     /// A sequence would outgrow its context.
-    #[error(
-        "{got} tokens do not fit into a context of {limit}\n\
-         `--context` sets it; the model's own limit is {model}"
-    )]
+    #[error("{got} tokens do not fit into a context of {limit}")]
     Context {
         /// Tokens of the sequence.
         got: usize,
@@ -110,7 +109,7 @@ pub enum EngineError {
     /// Digests to check reads against are only in packed containers.
     #[error(
         "`--check-reads` needs the digests of a packed container, `{origin}` has none\n\
-         `snowmelt pack {origin} DST` makes one"
+         hint: `snowmelt pack {origin} DST` makes one"
     )]
     NoDigests {
         /// The model.
@@ -127,7 +126,7 @@ pub enum EngineError {
         source: std::io::Error,
     },
     /// A text too short to measure.
-    #[error("the text has {got} tokens, a window needs {window}\n`--window` sets it")]
+    #[error("a window needs {window} tokens, the text has {got}\nhint: `--window` sets it")]
     ShortText {
         /// Tokens.
         got: usize,

@@ -85,19 +85,46 @@ impl Default for EngineOptions {
     }
 }
 
-/// Bytes, printed in MiB or GiB.
+/// Bytes, printed in the unit that reads best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Size(pub u64);
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mib = self.0 as f64 / (1 << 20) as f64;
-        let text = if mib >= 1024.0 {
-            format!("{:.2} GiB", mib / 1024.0)
-        } else {
-            format!("{mib:.1} MiB")
-        };
-        f.pad(&text)
+        const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+        if self.0 < 1024 {
+            return f.pad(&format!("{} B", self.0));
+        }
+        let mut value = self.0 as f64 / 1024.0;
+        let mut at = 0;
+        while value >= 1023.95 && at + 1 < UNITS.len() {
+            value /= 1024.0;
+            at += 1;
+        }
+        f.pad(&format!("{value:.1} {}", UNITS[at]))
+    }
+}
+
+/// The one unit of a table whose lines have to add up.
+#[derive(Clone, Copy)]
+struct Unit {
+    bytes: u64,
+    name: &'static str,
+}
+
+impl Unit {
+    /// Finer where a few slots decide.
+    fn of(budget_bytes: u64) -> Self {
+        match budget_bytes {
+            0..1024 => Self { bytes: 1, name: "B" },
+            1024..0x4000_0000 => Self { bytes: 1 << 10, name: "KiB" },
+            _ => Self { bytes: 1 << 20, name: "MiB" },
+        }
+    }
+
+    fn line(self, sign: &str, what: &str, count: u64) -> String {
+        let number = format!("{count} {}", self.name);
+        format!("{sign} {what:<16} {number:>14}\n")
     }
 }
 
@@ -123,6 +150,8 @@ pub struct Plan {
     pub slots: u32,
     /// Fewest slots with which a token can be computed.
     pub fewest_slots: u32,
+    /// Slots without which the plan is refused: the fewest, those asked for, or all.
+    pub needed_slots: u32,
     /// Routed experts, over all layers.
     pub n_experts: usize,
     /// Chosen residency, never [`Residency::Auto`].
@@ -206,13 +235,18 @@ impl Plan {
         planner.check_requests()?;
         let budget = options.memory_bytes.unwrap_or_else(|| planner.auto_budget());
         let mut plan = planner.choose(budget);
-        let needed = plan.fixed_bytes() + plan.slot_bytes * u64::from(fewest_slots);
-        if options.slots.is_none() && plan.residency != Residency::Mapped && needed > budget
-            || plan.fixed_bytes() > budget
-        {
-            return Err(EngineError::Budget { plan: Box::new(plan) });
+        // Slots that were asked for may exceed a budget that was not.
+        let needed = match (options.memory_bytes, options.slots) {
+            (None, Some(_)) if options.residency != Residency::Resident => plan.fixed_bytes(),
+            _ => plan.needed_bytes(),
+        };
+        if needed > budget {
+            return Err(EngineError::Budget {
+                plan: Box::new(plan),
+                options: Box::new(options.clone()),
+            });
         }
-        planner.set_slots(&mut plan)?;
+        planner.set_slots(&mut plan);
         Ok(plan)
     }
 
@@ -226,23 +260,52 @@ impl Plan {
         self.fixed_bytes() + self.slot_bytes * u64::from(self.slots)
     }
 
-    /// The message of a budget that is too small, with the subtraction.
-    pub fn refusal(&self) -> String {
+    /// Bytes of everything without which the plan is refused.
+    fn needed_bytes(&self) -> u64 {
+        self.fixed_bytes() + self.slot_bytes * u64::from(self.needed_slots)
+    }
+
+    fn item_bytes(&self, name: &str) -> u64 {
+        self.items.iter().filter(|item| item.name == name).map(|item| item.bytes).sum()
+    }
+
+    /// The message of a budget that is too small, with the subtraction and what would help.
+    pub(crate) fn refusal(&self, options: &EngineOptions) -> String {
+        let unit = Unit::of(self.budget_bytes);
         let budget = Size(self.budget_bytes);
         let mut text = format!("a memory budget of {budget} is too small for this model\n");
         text.push_str(&self.subtraction());
-        let least = self.slot_bytes * u64::from(self.fewest_slots);
-        text.push_str(&format!(
-            "  needed for slots {:>14}  {} slots of {}, the fewest\n",
-            Size(least),
-            self.fewest_slots,
-            Size(self.slot_bytes)
-        ));
-        text.push_str(&format!(
-            "the smallest budget is `--memory {}`; a shorter `--context` needs less",
-            self.smallest_flag()
-        ));
+        if self.needed_slots > 0 {
+            let (slots, each) = (self.needed_slots, Size(self.slot_bytes));
+            let needed = (u64::from(slots) * self.slot_bytes).div_ceil(unit.bytes);
+            text.push_str(&unit.line(" ", "needed for slots", needed));
+            text.truncate(text.trim_end().len());
+            text.push_str(&format!("  {slots} of {each}\n"));
+        }
+        text.push_str(&format!("the smallest budget is `--memory {}`", self.smallest_flag()));
+        for remedy in self.remedies(options) {
+            text.push_str(&format!("\nhint: {remedy}"));
+        }
         text
+    }
+
+    /// What besides a larger budget would help.
+    fn remedies(&self, options: &EngineOptions) -> Vec<String> {
+        let mut remedies = Vec::new();
+        if options.slots.is_some() && self.needed_slots > self.fewest_slots {
+            remedies.push(format!("fewer `--slots` need less, at least {}", self.fewest_slots));
+        }
+        if options.residency == Residency::Resident {
+            remedies.push("`--residency streamed` needs less".to_owned());
+        }
+        let scratch = self.item_bytes("scratch");
+        if scratch > self.fixed_bytes() / 2 {
+            remedies.push("fewer `--threads` need less scratch".to_owned());
+        }
+        if self.item_bytes("kv cache") > 0 {
+            remedies.push("a shorter `--context` needs less".to_owned());
+        }
+        remedies
     }
 
     /// The smallest budget as a flag's value, rounded up.
@@ -250,18 +313,21 @@ impl Plan {
         format!("{}MiB", self.smallest_bytes.div_ceil(1 << 20))
     }
 
-    /// Budget minus items, a line each.
+    /// Budget minus items, a line each, in whole units that add up: what is spent is rounded up.
     pub fn subtraction(&self) -> String {
-        let mut text = format!("  {:<16} {:>14}\n", "budget", Size(self.budget_bytes));
+        let unit = Unit::of(self.budget_bytes);
+        let budget = self.budget_bytes / unit.bytes;
+        let mut text = unit.line(" ", "budget", budget);
+        let mut spent = 0;
         for item in &self.items {
-            text.push_str(&format!("- {:<16} {:>14}\n", item.name, Size(item.bytes)));
+            let bytes = item.bytes.div_ceil(unit.bytes);
+            text.push_str(&unit.line("-", item.name, bytes));
+            spent += bytes;
         }
-        let (fixed, budget) = (self.fixed_bytes(), self.budget_bytes);
-        let (sign, left) = match budget.checked_sub(fixed) {
-            Some(left) => ("=", left),
-            None => ("= minus", fixed - budget),
-        };
-        text.push_str(&format!("{sign} {:<16} {:>14}\n", "left for slots", Size(left)));
+        text.push_str(&match budget.checked_sub(spent) {
+            Some(left) => unit.line("=", "left for slots", left),
+            None => unit.line("=", "short by", spent - budget),
+        });
         text
     }
 }
@@ -317,7 +383,7 @@ impl Planner<'_> {
     fn choose(&self, budget: u64) -> Plan {
         let mut choice = self.largest();
         let floor = self.smallest();
-        let least_slots = self.census.slot_bytes() as u64 * u64::from(self.fewest_slots);
+        let least_slots = self.census.slot_bytes() as u64 * u64::from(self.needed_slots());
         let smallest = self.plan_for(budget, floor);
         // What a larger context and chunk may take beyond the smallest ones.
         let spare = budget.saturating_sub(smallest.fixed_bytes() + least_slots);
@@ -350,6 +416,7 @@ impl Planner<'_> {
             slot_bytes: census.slot_bytes() as u64,
             slots: 0,
             fewest_slots: self.fewest_slots,
+            needed_slots: self.needed_slots(),
             n_experts: census.n_experts_total(),
             residency: self.options.residency,
             context_tokens: choice.context_tokens,
@@ -359,8 +426,18 @@ impl Planner<'_> {
             smallest_bytes: 0,
         };
         let smallest: u64 = self.items(self.smallest()).iter().map(|item| item.bytes).sum();
-        plan.smallest_bytes = smallest + plan.slot_bytes * u64::from(self.fewest_slots);
+        plan.smallest_bytes = smallest + plan.slot_bytes * u64::from(plan.needed_slots);
         plan
+    }
+
+    fn needed_slots(&self) -> u32 {
+        let all = self.census.n_experts_total() as u32;
+        match (self.options.residency, self.options.slots) {
+            (Residency::Mapped, _) => 0,
+            (Residency::Resident, _) => all,
+            (Residency::Auto | Residency::Streamed, Some(slots)) => slots.min(all),
+            (Residency::Auto | Residency::Streamed, None) => self.fewest_slots,
+        }
     }
 
     fn items(&self, choice: Choice) -> Vec<Item> {
@@ -392,25 +469,17 @@ impl Planner<'_> {
         ]
     }
 
-    fn set_slots(&self, plan: &mut Plan) -> Result<()> {
+    fn set_slots(&self, plan: &mut Plan) {
         let all = plan.n_experts as u64;
         let fit = match plan.slot_bytes {
             0 => 0,
             bytes => (plan.budget_bytes.saturating_sub(plan.fixed_bytes()) / bytes).min(all),
         };
         let wanted = self.options.slots.map(u64::from);
-        let all_fit = fit >= all;
         plan.residency = match self.options.residency {
             Residency::Auto if wanted.is_some_and(|slots| slots < all) => Residency::Streamed,
-            Residency::Auto if all_fit => Residency::Resident,
+            Residency::Auto if fit >= all => Residency::Resident,
             Residency::Auto => Residency::Streamed,
-            Residency::Resident if !all_fit => {
-                let mut needed = plan.clone();
-                needed.fewest_slots = all as u32;
-                needed.smallest_bytes =
-                    self.plan_for(0, self.smallest()).fixed_bytes() + all * plan.slot_bytes;
-                return Err(EngineError::Budget { plan: Box::new(needed) });
-            }
             asked => asked,
         };
         plan.slots = match plan.residency {
@@ -418,13 +487,6 @@ impl Planner<'_> {
             Residency::Resident => all as u32,
             _ => wanted.unwrap_or(fit).min(all) as u32,
         };
-        if plan.total_bytes() > plan.budget_bytes && self.options.memory_bytes.is_some() {
-            let mut needed = plan.clone();
-            needed.fewest_slots = plan.slots;
-            needed.smallest_bytes = plan.total_bytes();
-            return Err(EngineError::Budget { plan: Box::new(needed) });
-        }
-        Ok(())
     }
 }
 
@@ -434,5 +496,75 @@ pub(crate) fn source_options(is_aligned: bool) -> SourceOptions {
     match is_aligned {
         true => SourceOptions { bounce_bytes: 8192, bounces: 1, ..options },
         false => options,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(budget_bytes: u64) -> Plan {
+        let item = |name, bytes| Item { name, bytes };
+        Plan {
+            budget_bytes,
+            items: vec![item("process", 17_000_001), item("kv cache", 1), item("logits", 81_920)],
+            slot_bytes: 56 << 10,
+            slots: 0,
+            fewest_slots: 4,
+            needed_slots: 9,
+            n_experts: 256,
+            residency: Residency::Streamed,
+            context_tokens: 512,
+            sessions: 1,
+            rows: 8,
+            outputs: 1,
+            smallest_bytes: 18 << 20,
+        }
+    }
+
+    #[test]
+    fn sizes_are_printed_in_the_unit_that_reads_best() {
+        let cases = [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            ((1 << 20) - 1, "1.0 MiB"),
+            (3 << 29, "1.5 GiB"),
+            (u64::MAX, "16384.0 PiB"),
+        ];
+        for (bytes, text) in cases {
+            assert_eq!(Size(bytes).to_string(), text);
+        }
+    }
+
+    #[test]
+    fn subtractions_add_up_as_printed() {
+        for budget in [1, 1000, 5000, 17 << 20, (17 << 20) + 77, 40 << 20, 3 << 30] {
+            let mut sum = 0_i64;
+            let text = plan(budget).subtraction();
+            for line in text.lines() {
+                let words: Vec<&str> = line.split_whitespace().collect();
+                let number: i64 = words[words.len() - 2].parse().expect("a whole number");
+                let is_left = line.starts_with("= left");
+                sum += if line.starts_with('-') || is_left { -number } else { number };
+            }
+            assert_eq!(sum, 0, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_names_what_helps() {
+        let auto = EngineOptions::default();
+        let text = plan(1).refusal(&auto);
+        assert!(text.contains("memory budget of 1 B") && text.contains("short by"), "{text}");
+        assert!(text.contains("9 of 56.0 KiB") && !text.contains("--slots"), "{text}");
+        assert!(text.contains("a shorter `--context`") && !text.contains("--threads"), "{text}");
+        let text = plan(1).refusal(&EngineOptions { slots: Some(9), ..auto.clone() });
+        assert!(text.contains("fewer `--slots` need less, at least 4"), "{text}");
+        let mut without = plan(1);
+        without.items[1].bytes = 0;
+        without.items.push(Item { name: "scratch", bytes: 100 << 20 });
+        let text = without.refusal(&auto);
+        assert!(text.contains("`--threads`") && !text.contains("--context"), "{text}");
     }
 }

@@ -118,8 +118,8 @@ pub enum TextError {
     },
     /// The template did more work than any honest one needs.
     #[error(
-        "chat template `{origin}` was stopped after {limit} steps\nhint: the template loops; \
-         supply another one"
+        "chat template `{origin}` was stopped after {limit} steps\nhint: the conversation is too \
+         long for it, or the template loops"
     )]
     TemplateFuel {
         /// Path or name of the template.
