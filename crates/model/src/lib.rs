@@ -14,10 +14,13 @@ mod config;
 mod error;
 mod experts;
 mod loader;
+mod quantisation;
 mod registry;
 mod rotary;
+mod stored;
 
 mod deepseek;
+mod gpt_oss;
 mod llama;
 mod qwen3_5;
 mod qwen3_moe;
@@ -25,6 +28,6 @@ mod qwen3_next;
 
 pub use census::{Census, TrunkTensor};
 pub use error::ModelError;
-pub use experts::{ExpertTable, Span};
+pub use experts::{BIAS_ROLES, ExpertTable, Span};
 pub use loader::{Loader, StateDecl, StateKind, Use, WeightLoader};
 pub use registry::{Decoder, FAMILIES, Loaded, Step, census, load};

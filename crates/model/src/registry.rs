@@ -4,7 +4,8 @@ use crate::census::{Census, CensusLoader};
 use crate::config::Result;
 use crate::error::ModelError;
 use crate::loader::WeightLoader;
-use crate::{deepseek, llama, qwen3_5, qwen3_moe, qwen3_next};
+use crate::quantisation;
+use crate::{deepseek, gpt_oss, llama, qwen3_5, qwen3_moe, qwen3_next};
 use snowmelt_backend::{Backend, ExpertFetch, Limits, MoeWork, Rows, StepError};
 use snowmelt_weights::{Checkpoint, ConfigView};
 use std::ops::Range;
@@ -116,6 +117,7 @@ families! {
     "qwen3_5" ["qwen3_5", "qwen3_5_text"] => qwen3_5::load;
     "deepseek_v3" ["deepseek_v3", "kimi_k2"] => deepseek::load;
     "deepseek_v32" ["deepseek_v32"] => deepseek::v32::load;
+    "gpt_oss" ["gpt_oss"] => gpt_oss::load;
     "llama" ["llama"] => llama::load;
     "qwen2" ["qwen2"] => llama::qwen2::load;
     "qwen3" ["qwen3"] => llama::qwen3::load;
@@ -131,7 +133,10 @@ fn identify(checkpoint: &Checkpoint) -> Result<(ConfigView<'_>, &'static str)> {
     };
     let found = [outer, nested].into_iter().flatten().find_map(family_of);
     match found {
-        Some(family) => Ok((config, family)),
+        Some(family) => {
+            quantisation::check(&config)?;
+            Ok((config, family))
+        }
         None => Err(ModelError::UnknownFamily {
             origin: checkpoint.origin().to_owned(),
             found: outer.or(nested).unwrap_or("missing").to_owned(),
