@@ -26,6 +26,7 @@
 //! 6. Results of experts are added in ascending expert index.
 
 mod fetch;
+mod layout;
 mod moe;
 mod rows;
 mod verbs;
@@ -34,10 +35,11 @@ pub mod conformance;
 pub mod reference;
 
 pub use fetch::{ExpertFetch, ExpertSet, Failures, PinOwner, Ready, Routes, StepError};
+pub use layout::{ExpertLayout, MatrixBytes, MatrixLayout, Order, Scales};
 pub use moe::{MoeBlock, MoeWork, RouteObserver, moe_block};
 pub use rows::{PAGE_TOKENS, Row, Rows, RowsDraft, Sequence};
 pub use verbs::{
-    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Glu, Groups, HeadRows,
-    HostRecords, IndexSelect, Limits, MatrixLayout, MoeFfn, Norm, Pairing, Pass, Pool, Routed,
-    Router, Scores, Selection, Shared, Slab, Spread, Unary, View,
+    Attention, Backend, BufType, DeltaStep, Experts, Glu, Groups, HeadRows, HostRecords,
+    IndexSelect, Limits, MoeFfn, Norm, Pairing, Pass, Pool, Routed, Router, Scores, Selection,
+    Shared, Slab, Spread, Unary, View,
 };

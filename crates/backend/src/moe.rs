@@ -1,7 +1,8 @@
 //! The one loop that fetches and computes routed experts.
 
 use crate::fetch::{ExpertFetch, ExpertSet, Failures, Ready, Routes, StepError};
-use crate::verbs::{Backend, ExpertLayout, Experts, MoeFfn, Pass, Routed, View};
+use crate::layout::ExpertLayout;
+use crate::verbs::{Backend, Experts, MoeFfn, Pass, Routed, View};
 
 /// Host-side memory of [`moe_block`], reused from step to step.
 #[derive(Debug, Default)]

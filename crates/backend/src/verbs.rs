@@ -1,6 +1,7 @@
 //! The verbs and the types in their signatures.
 
 use crate::fetch::{Ready, Routes, StepError};
+use crate::layout::ExpertLayout;
 use crate::rows::Rows;
 use snowmelt_weights::Encoding;
 use std::fmt;
@@ -406,52 +407,6 @@ pub struct Routed<Buf> {
     pub top_k: usize,
 }
 
-/// One matrix of an expert record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MatrixLayout {
-    /// Encoding of its rows.
-    pub encoding: Encoding,
-    /// Rows.
-    pub d_out: usize,
-    /// Columns.
-    pub d_in: usize,
-    /// Byte offset in the record.
-    pub offset: usize,
-}
-
-impl MatrixLayout {
-    /// Bytes of the matrix.
-    pub fn bytes(&self) -> usize {
-        self.d_out * self.encoding.row_bytes(self.d_in)
-    }
-}
-
-/// What the bytes of a record mean: `down(f(gate x) * up x)`, each with its bias where the family
-/// has them. Piece 0 is `gate`, 1 is `up`, 2 is `down`. It may differ from layer to layer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ExpertLayout {
-    /// The nonlinearity.
-    pub glu: Glu,
-    /// `[d_expert, d_model]`
-    pub gate: MatrixLayout,
-    /// `[d_expert, d_model]`
-    pub up: MatrixLayout,
-    /// `[d_model, d_expert]`
-    pub down: MatrixLayout,
-}
-
-impl ExpertLayout {
-    /// The pieces in order.
-    pub fn pieces(&self) -> [&MatrixLayout; 3] {
-        [&self.gate, &self.up, &self.down]
-    }
-
-    /// Bytes of one record.
-    pub fn record_bytes(&self) -> usize {
-        self.pieces().iter().map(|piece| piece.offset + piece.bytes()).max().unwrap_or(0)
-    }
-}
-
 /// Arguments of [`Backend::moe_ffn`].
 #[derive(Debug)]
 pub struct MoeFfn<'a, B: Backend> {
@@ -492,8 +447,9 @@ pub struct Shared<'a, Buf> {
 pub trait HostRecords: Send + Sync + fmt::Debug {
     /// Number of records.
     fn records(&self) -> u32;
-    /// Bytes of one piece of a record (0 gate, 1 up, 2 down). No alignment is promised.
-    fn piece(&self, slot: u32, piece: usize) -> &[u8];
+    /// Bytes of a record, of one region of one of its matrices
+    /// ([`MatrixLayout::regions`](crate::MatrixLayout::regions)). No alignment is promised.
+    fn bytes(&self, slot: u32, range: Range<usize>) -> &[u8];
 }
 
 /// Slot memory, the backend's half of the seam. `expert-store` sees it through an adaptor.
@@ -829,7 +785,8 @@ pub trait Backend: Sized + 'static {
     ) -> Routed<Self::Buf>;
 
     /// For each (row, choice) whose expert is among `experts`:
-    /// `out[row, choice] = down(f(gate x[row]) * up x[row])`; `out: [n, top_k, d_model]`.
+    /// `out[row, choice] = down(f(gate x[row]) * up x[row])`, each product with its bias;
+    /// `out: [n, top_k, d_model]`. How a matrix lies in its record changes no bit.
     fn moe_ffn(
         &self,
         p: &mut Self::Pass,

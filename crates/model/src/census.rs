@@ -1,9 +1,10 @@
 //! What a model needs, from its headers alone.
 
 use crate::config::Result;
-use crate::experts::{self, ExpertShape, ExpertTable};
+use crate::experts::{ExpertShape, ExpertTable};
 use crate::loader::{Loader, StateDecl, StateKind, Tensors, Use};
 use crate::mtp::MtpHead;
+use crate::stored::Stored;
 use snowmelt_backend::{ExpertLayout, Limits};
 use snowmelt_weights::{Checkpoint, Encoding};
 use std::ops::Range;
@@ -15,12 +16,29 @@ pub struct TrunkTensor {
     pub name: String,
     /// `[d_out, d_in]`, or `[len]`.
     pub shape: Vec<usize>,
-    /// Encoding in the file.
+    /// Encoding of its rows, with scales that lie in a tensor of their own.
     pub encoding: Encoding,
     /// Whether it may be quantised.
     pub usage: Use,
     /// Bytes it takes in memory once loaded.
     pub loaded_bytes: usize,
+}
+
+impl TrunkTensor {
+    /// Fills `out` with encoded rows `range`.
+    ///
+    /// **Shapes.** `out: [range.len(), encoding.row_bytes(d_in)]`
+    ///
+    /// # Errors
+    /// When the checkpoint is not that of the census, or cannot be read.
+    pub fn read_rows(
+        &self,
+        checkpoint: &Checkpoint,
+        range: Range<usize>,
+        out: &mut [u8],
+    ) -> Result<()> {
+        Stored::find(checkpoint, &self.name, &self.shape)?.read_rows(checkpoint, range, out)
+    }
 }
 
 /// Everything a model needs, known without reading a weight.
@@ -98,18 +116,6 @@ impl Census {
         let row = self.embedding_bytes / self.n_vocab.max(1);
         self.trunk_bytes() - self.embedding_bytes + row + experts.sum::<usize>()
     }
-
-    /// The record layout of `table` in other encodings.
-    pub fn packed_layout(&self, table: &ExpertTable, encodings: [Encoding; 3]) -> ExpertLayout {
-        let shape = ExpertShape {
-            layer: table.layer,
-            n_experts: table.spans.len(),
-            d_model: table.layout.gate.d_in,
-            d_expert: table.layout.gate.d_out,
-            glu: table.layout.glu,
-        };
-        experts::packed_layout(&shape, encodings)
-    }
 }
 
 /// The loader that only looks at headers.
@@ -155,7 +161,7 @@ impl Loader for CensusLoader<'_> {
         usage: Use,
         _: &[Range<usize>],
     ) -> Result<()> {
-        let (info, encoding) = self.tensors.require(name, &shape)?;
+        let Stored { info, encoding, .. } = self.tensors.matrix(name, &shape)?;
         let [d_out, d_in] = shape;
         self.limits.d_in = self.limits.d_in.max(d_in);
         let loaded_bytes = d_out * encoding.row_bytes(d_in);

@@ -1,9 +1,10 @@
 //! Where the routed experts of a layer lie, whatever the layout of the checkpoint.
 
-use crate::config::Result;
+use crate::config::{Result, refuse};
 use crate::error::ModelError;
 use crate::loader::require;
-use snowmelt_backend::{ExpertLayout, Glu, MatrixLayout};
+use crate::stored::Stored;
+use snowmelt_backend::{ExpertLayout, Glu, MatrixLayout, Order, Scales};
 use snowmelt_weights::{Checkpoint, Encoding, ExpertLayer, TensorInfo};
 
 /// Pieces of a record start at multiples of this.
@@ -35,6 +36,18 @@ pub struct ExpertTable {
     pub spans: Vec<Vec<Span>>,
 }
 
+/// How tensors that hold all experts of a layer hold gate and up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Fused {
+    /// `gate_up_proj [E, 2I, H]`, all gate rows first, and `down_proj [E, H, I]`.
+    #[default]
+    Halves,
+    /// In turns, with biases `gate_up_proj_bias [E, 2I]` and `down_proj_bias [E, H]`. Floats are
+    /// transposed, `gate_up_proj [E, H, 2I]` and `down_proj [E, I, H]`; `mxfp4` is not:
+    /// `gate_up_proj_blocks [E, 2I, H/32, 16]`, `gate_up_proj_scales [E, 2I, H/32]`, so too down.
+    Turns,
+}
+
 /// What a family says of the experts of a layer.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertShape {
@@ -48,15 +61,28 @@ pub struct ExpertShape {
     pub d_expert: usize,
     /// The nonlinearity.
     pub glu: Glu,
+    /// The form of fused tensors.
+    pub fused: Fused,
 }
 
+impl ExpertShape {
+    /// Role, rows and columns of the matrices.
+    fn matrices(&self) -> [(&'static str, usize, usize); 3] {
+        let (d, f) = (self.d_model, self.d_expert);
+        [("gate", f, d), ("up", f, d), ("down", d, f)]
+    }
+}
+
+/// Takes note of tensors that were asked for.
+type Used<'a> = &'a mut dyn FnMut(&str);
+
 /// Finds the experts under `prefix` (`…layers.3.mlp.experts`): one tensor a projection of each
-/// expert, or two fused ones.
+/// expert, or fused ones.
 pub(crate) fn locate(
     checkpoint: &Checkpoint,
     shape: &ExpertShape,
     prefix: &str,
-    used: &mut dyn FnMut(&str),
+    used: Used<'_>,
 ) -> Result<ExpertTable> {
     if let Some(packed) = checkpoint.packed() {
         let found = packed.expert_layers().iter().find(|layer| layer.layer == shape.layer);
@@ -67,50 +93,38 @@ pub(crate) fn locate(
         })?;
         return from_packed(layer, shape, packed.experts_file());
     }
+    if shape.fused == Fused::Turns {
+        return from_turns(checkpoint, shape, prefix, used);
+    }
     let fused = format!("{prefix}.gate_up_proj");
     if checkpoint.tensor(&fused).is_some() {
-        from_fused(checkpoint, shape, prefix, used)
+        from_halves(checkpoint, shape, prefix, used)
     } else {
         from_separate(checkpoint, shape, prefix, used)
     }
 }
 
-/// A matrix found in the checkpoint: rows of a tensor.
-#[derive(Clone, Copy)]
-struct Found {
-    encoding: Encoding,
-    file: u32,
-    offset: u64,
-    len: u64,
+/// Records being put together from byte ranges of tensors.
+struct Draft {
+    shape: ExpertShape,
+    /// Of each expert.
+    spans: Vec<Vec<Span>>,
+    end: usize,
 }
 
-fn rows_of(info: &TensorInfo, encoding: Encoding, first: usize, rows: usize) -> Found {
-    let row_bytes = encoding.row_bytes(info.d_in()) as u64;
-    let offset = info.offset + first as u64 * row_bytes;
-    Found { encoding, file: info.file, offset, len: rows as u64 * row_bytes }
-}
+impl Draft {
+    fn new(shape: &ExpertShape) -> Self {
+        Self { shape: *shape, spans: vec![Vec::new(); shape.n_experts], end: 0 }
+    }
 
-/// Gate, up and down in record order.
-fn layout(shape: &ExpertShape, encodings: [Encoding; 3]) -> ExpertLayout {
-    let (d, f) = (shape.d_model, shape.d_expert);
-    let dims = [(f, d), (f, d), (d, f)];
-    let mut next = 0;
-    let mut place = |i: usize| {
-        let (d_out, d_in) = dims[i];
-        let matrix = MatrixLayout { encoding: encodings[i], d_out, d_in, offset: next };
-        next = (next + matrix.bytes()).next_multiple_of(PIECE_ALIGN);
-        matrix
-    };
-    ExpertLayout { glu: shape.glu, gate: place(0), up: place(1), down: place(2) }
-}
-
-fn table(shape: &ExpertShape, found: &[[Found; 3]]) -> ExpertTable {
-    let layout = layout(shape, found[0].map(|matrix| matrix.encoding));
-    let spans = |expert: &[Found; 3]| {
-        let mut spans: Vec<Span> = Vec::with_capacity(3);
-        for (matrix, piece) in expert.iter().zip(layout.pieces()) {
-            let &Found { file, offset, len, .. } = matrix;
-            let record_offset = piece.offset as u64;
+    /// Adds a tensor's range `(tensor, offset in it, bytes)` of each expert, all of equal length;
+    /// returns where it lies in the record.
+    fn add<'a>(&mut self, of: impl Fn(usize) -> (&'a TensorInfo, u64, u64)) -> usize {
+        let start = self.end.next_multiple_of(PIECE_ALIGN);
+        for (expert, spans) in self.spans.iter_mut().enumerate() {
+            let (info, offset, len) = of(expert);
+            let (file, offset, record_offset) = (info.file, info.offset + offset, start as u64);
+            self.end = start + len as usize;
             // Neighbours in both file and record are one read.
             match spans.last_mut() {
                 Some(last)
@@ -123,13 +137,32 @@ fn table(shape: &ExpertShape, found: &[[Found; 3]]) -> ExpertTable {
                 _ => spans.push(Span { file, offset, len, record_offset }),
             }
         }
-        spans
-    };
-    ExpertTable {
-        layer: shape.layer,
-        layout,
-        record_bytes: layout.record_bytes(),
-        spans: found.iter().map(spans).collect(),
+        start
+    }
+
+    /// Adds each expert's equal share of a tensor that holds all of them.
+    fn add_share(&mut self, info: &TensorInfo) -> usize {
+        let len = info.len / self.shape.n_experts as u64;
+        self.add(|expert| (info, expert as u64 * len, len))
+    }
+
+    /// Scales that lie apart, if any.
+    fn add_scales(&mut self, stored: &Stored<'_>) -> Scales {
+        match stored.scales {
+            Some((info, encoding)) => Scales::Blocks { offset: self.add_share(info), encoding },
+            None => Scales::Inline,
+        }
+    }
+
+    fn finish(
+        self,
+        [gate, up, down]: [MatrixLayout; 3],
+        biases: Option<[MatrixLayout; 3]>,
+    ) -> ExpertTable {
+        let layout = ExpertLayout { glu: self.shape.glu, gate, up, down, biases };
+        let record_bytes = layout.record_bytes();
+        assert_eq!(record_bytes, self.end, "a layout reaches to the end of its record");
+        ExpertTable { layer: self.shape.layer, layout, record_bytes, spans: self.spans }
     }
 }
 
@@ -137,81 +170,192 @@ fn from_separate(
     checkpoint: &Checkpoint,
     shape: &ExpertShape,
     prefix: &str,
-    used: &mut dyn FnMut(&str),
+    used: Used<'_>,
 ) -> Result<ExpertTable> {
-    let (d, f) = (shape.d_model, shape.d_expert);
-    let pieces = [("gate_proj", f, d), ("up_proj", f, d), ("down_proj", d, f)];
-    let mut found: Vec<[Found; 3]> = Vec::with_capacity(shape.n_experts);
+    let mut found: Vec<[Stored<'_>; 3]> = Vec::with_capacity(shape.n_experts);
     for expert in 0..shape.n_experts {
         let mut one = Vec::with_capacity(3);
-        for (i, (role, d_out, d_in)) in pieces.into_iter().enumerate() {
-            let name = format!("{prefix}.{expert}.{role}.weight");
-            let (info, encoding) = require(checkpoint, &name, &[d_out, d_in])?;
-            used(&name);
-            if let Some(first) = found.first()
-                && first[i].encoding != encoding
-            {
-                return Err(ModelError::MixedExperts {
-                    tensor: name,
-                    found: encoding.to_string(),
-                    expected: first[i].encoding.to_string(),
-                });
+        for (i, (role, d_out, d_in)) in shape.matrices().into_iter().enumerate() {
+            let name = format!("{prefix}.{expert}.{role}_proj.weight");
+            let stored = Stored::find(checkpoint, &name, &[d_out, d_in])?;
+            stored.names().for_each(&mut *used);
+            if let Some(first) = found.first() {
+                same_encoding(&name, &stored, &first[i])?;
             }
-            one.push(rows_of(info, encoding, 0, d_out));
+            one.push(stored);
         }
         found.push([one[0], one[1], one[2]]);
     }
-    Ok(table(shape, &found))
+    let mut draft = Draft::new(shape);
+    let mut matrices: Vec<MatrixLayout> = Vec::with_capacity(3);
+    for (i, (_, d_out, d_in)) in shape.matrices().into_iter().enumerate() {
+        let offset = draft.add(|expert| (found[expert][i].info, 0, found[expert][i].info.len));
+        matrices.push(MatrixLayout::plain(found[0][i].encoding, d_out, d_in, offset));
+    }
+    for (i, matrix) in matrices.iter_mut().enumerate() {
+        if let Some((_, encoding)) = found[0][i].scales {
+            let of = |expert: usize| found[expert][i].scales.expect("as expert 0").0;
+            let offset = draft.add(|expert| (of(expert), 0, of(expert).len));
+            matrix.scales = Scales::Blocks { offset, encoding };
+        }
+    }
+    Ok(draft.finish([matrices[0], matrices[1], matrices[2]], None))
 }
 
-fn from_fused(
+/// The same piece of every expert is stored alike.
+fn same_encoding(name: &str, found: &Stored<'_>, first: &Stored<'_>) -> Result<()> {
+    let scales = |stored: &Stored<'_>| stored.scales.map(|(_, encoding)| encoding);
+    let text = |stored: &Stored<'_>| match scales(stored) {
+        Some(scales) => format!("{} with {scales} scales", stored.encoding),
+        None => stored.encoding.to_string(),
+    };
+    if (found.encoding, scales(found)) == (first.encoding, scales(first)) {
+        return Ok(());
+    }
+    let (found, expected) = (text(found), text(first));
+    Err(ModelError::MixedExperts { tensor: name.to_owned(), found, expected })
+}
+
+fn from_halves(
     checkpoint: &Checkpoint,
     shape: &ExpertShape,
     prefix: &str,
-    used: &mut dyn FnMut(&str),
+    used: Used<'_>,
 ) -> Result<ExpertTable> {
     let (e, d, f) = (shape.n_experts, shape.d_model, shape.d_expert);
     let [gate_up_name, down_name] = ["gate_up_proj", "down_proj"].map(|n| format!("{prefix}.{n}"));
-    let (gate_up, gate_up_encoding) = require(checkpoint, &gate_up_name, &[e, 2 * f, d])?;
-    let (down, down_encoding) = require(checkpoint, &down_name, &[e, d, f])?;
-    used(&gate_up_name);
-    used(&down_name);
-    let one = |i: usize| {
-        [
-            rows_of(gate_up, gate_up_encoding, i * 2 * f, f),
-            rows_of(gate_up, gate_up_encoding, i * 2 * f + f, f),
-            rows_of(down, down_encoding, i * d, d),
-        ]
+    let gate_up = Stored::find(checkpoint, &gate_up_name, &[e, 2 * f, d])?;
+    let down = Stored::find(checkpoint, &down_name, &[e, d, f])?;
+    gate_up.names().chain(down.names()).for_each(used);
+    let mut draft = Draft::new(shape);
+    let plain = MatrixLayout::plain;
+    let [gate, up] = if gate_up.scales.is_some() {
+        // The halves share blocks, and so they share a region.
+        let gate = plain(gate_up.encoding, f, d, draft.add_share(gate_up.info));
+        [gate, MatrixLayout { order: Order::Strided { first: f, step: 1 }, ..gate }]
+    } else {
+        let half = gate_up.info.len / (2 * e as u64);
+        [0, 1].map(|i| {
+            let offset = draft.add(|expert| (gate_up.info, (2 * expert as u64 + i) * half, half));
+            plain(gate_up.encoding, f, d, offset)
+        })
     };
-    Ok(table(shape, &(0..e).map(one).collect::<Vec<_>>()))
+    let matrix = plain(down.encoding, d, f, draft.add_share(down.info));
+    let scales = draft.add_scales(&gate_up);
+    let [gate, up] = [gate, up].map(|half| MatrixLayout { scales, ..half });
+    let down = MatrixLayout { scales: draft.add_scales(&down), ..matrix };
+    Ok(draft.finish([gate, up, down], None))
 }
 
+/// The first and the second of two matrices whose rows lie in turns.
+fn in_turns(first: MatrixLayout) -> [MatrixLayout; 2] {
+    [0, 1].map(|at| {
+        let order = match first.order {
+            Order::Transposed { step, width, .. } => Order::Transposed { first: at, step, width },
+            _ => Order::Strided { first: at, step: 2 },
+        };
+        MatrixLayout { order, ..first }
+    })
+}
+
+fn from_turns(
+    checkpoint: &Checkpoint,
+    shape: &ExpertShape,
+    prefix: &str,
+    used: Used<'_>,
+) -> Result<ExpertTable> {
+    let (e, d, f) = (shape.n_experts, shape.d_model, shape.d_expert);
+    let name = |part: &str| format!("{prefix}.{part}");
+    let mut draft = Draft::new(shape);
+    let is_mxfp4 = checkpoint.tensor(&name("gate_up_proj_blocks")).is_some();
+    let mut matrix = |part: &str, step: usize, d_out: usize, d_in: usize| {
+        if is_mxfp4 {
+            return exponents_apart(checkpoint, &mut draft, &name(part), [d_out, d_in], used);
+        }
+        let name = name(part);
+        let (info, encoding) = require(checkpoint, &name, &[e, d_in, d_out])?;
+        used(&name);
+        let order = Order::Transposed { first: 0, step, width: d_out };
+        let plain = MatrixLayout::plain(encoding, d_out, d_in, draft.add_share(info));
+        Ok(MatrixLayout { order, ..plain })
+    };
+    let gate_up = MatrixLayout { d_out: f, ..matrix("gate_up_proj", 2, 2 * f, d)? };
+    let down = matrix("down_proj", 1, d, f)?;
+    let mut bias = |part: &str, len: usize| -> Result<MatrixLayout> {
+        let name = name(part);
+        let (info, encoding) = require(checkpoint, &name, &[e, len])?;
+        used(&name);
+        Ok(MatrixLayout::plain(encoding, len, 1, draft.add_share(info)))
+    };
+    let gate_up_bias = MatrixLayout { d_out: f, ..bias("gate_up_proj_bias", 2 * f)? };
+    let down_bias = bias("down_proj_bias", d)?;
+    let [gate, up] = in_turns(gate_up);
+    let [gate_bias, up_bias] = in_turns(gate_up_bias);
+    Ok(draft.finish([gate, up, down], Some([gate_bias, up_bias, down_bias])))
+}
+
+/// `mxfp4` as it is published: codes in one tensor of bytes, exponents in another.
+fn exponents_apart(
+    checkpoint: &Checkpoint,
+    draft: &mut Draft,
+    name: &str,
+    [d_out, d_in]: [usize; 2],
+    used: Used<'_>,
+) -> Result<MatrixLayout> {
+    let encoding = Encoding::Mxfp4;
+    let group = encoding.group();
+    if !encoding.divides(d_in) {
+        let field = if name.ends_with("down_proj") { "intermediate_size" } else { "hidden_size" };
+        return refuse(field, d_in, format!("a multiple of {group} for {encoding} experts"));
+    }
+    let (e, blocks) = (draft.shape.n_experts, d_in / group);
+    let [codes, exponents] = ["blocks", "scales"].map(|part| format!("{name}_{part}"));
+    let info = checkpoint.require_dtype(&codes, &[e, d_out, blocks, group / 2], "U8")?;
+    let offset = draft.add_share(info);
+    let info = checkpoint.require_dtype(&exponents, &[e, d_out, blocks], "U8")?;
+    let scales = Scales::Exponents { offset: draft.add_share(info) };
+    used(&codes);
+    used(&exponents);
+    Ok(MatrixLayout { scales, ..MatrixLayout::plain(encoding, d_out, d_in, offset) })
+}
+
+/// Names of the pieces with biases in a packed container, in the order of the matrices.
+pub const BIAS_ROLES: [&str; 3] = ["gate_bias", "up_bias", "down_bias"];
+
 fn from_packed(layer: &ExpertLayer, shape: &ExpertShape, file: u32) -> Result<ExpertTable> {
-    let wrong = |found: String, expected: String| {
-        Err(ModelError::PackedExperts { layer: layer.layer, found, expected })
+    let wrong = |found: String, expected: String| ModelError::PackedExperts {
+        layer: layer.layer,
+        found,
+        expected,
     };
     if layer.n_experts as usize != shape.n_experts {
-        return wrong(
+        return Err(wrong(
             format!("{} experts", layer.n_experts),
             format!("{} experts", shape.n_experts),
-        );
+        ));
     }
-    let (d, f) = (shape.d_model, shape.d_expert);
-    let mut matrices = Vec::with_capacity(3);
-    for (role, d_out, d_in) in [("gate", f, d), ("up", f, d), ("down", d, f)] {
+    let find = |role: &str, d_out: usize, d_in: usize| {
         let piece = layer.pieces.iter().find(|piece| piece.role == role);
         let Some(piece) = piece.filter(|piece| (piece.d_out, piece.d_in) == (d_out, d_in)) else {
             let found = match piece {
                 Some(piece) => format!("piece `{role}` [{}, {}]", piece.d_out, piece.d_in),
                 None => format!("no piece `{role}`"),
             };
-            return wrong(found, format!("piece `{role}` [{d_out}, {d_in}]"));
+            return Err(wrong(found, format!("piece `{role}` [{d_out}, {d_in}]")));
         };
-        let offset = piece.offset as usize;
-        matrices.push(MatrixLayout { encoding: piece.encoding, d_out, d_in, offset });
-    }
-    let [gate, up, down] = [matrices[0], matrices[1], matrices[2]];
-    let layout = ExpertLayout { glu: shape.glu, gate, up, down };
+        Ok(MatrixLayout::plain(piece.encoding, d_out, d_in, piece.offset as usize))
+    };
+    let [gate, up, down] = shape.matrices().map(|(role, d_out, d_in)| find(role, d_out, d_in));
+    let (gate, up, down) = (gate?, up?, down?);
+    let biases = match shape.fused {
+        Fused::Halves => None,
+        Fused::Turns => {
+            let rows = shape.matrices().map(|(_, d_out, _)| d_out);
+            let [a, b, c] = [0, 1, 2].map(|i| find(BIAS_ROLES[i], rows[i], 1));
+            Some([a?, b?, c?])
+        }
+    };
+    let layout = ExpertLayout { glu: shape.glu, gate, up, down, biases };
     // Whole blocks, so that a direct read lands in the slot without a copy.
     let span = |expert: u64| {
         let offset = layer.offset + expert * layer.stride;
@@ -223,9 +367,4 @@ fn from_packed(layer: &ExpertLayer, shape: &ExpertShape, file: u32) -> Result<Ex
         record_bytes: layer.stride as usize,
         spans: (0..u64::from(layer.n_experts)).map(span).collect(),
     })
-}
-
-/// The layout of a record of this shape in other encodings, for packing.
-pub(crate) fn packed_layout(shape: &ExpertShape, encodings: [Encoding; 3]) -> ExpertLayout {
-    layout(shape, encodings)
 }

@@ -17,7 +17,7 @@
 
 use crate::blocks::Mlp;
 use crate::config::{Heads, Result, Trunk, multiple, positive, refuse, text_config};
-use crate::experts::ExpertShape;
+use crate::experts::{ExpertShape, Fused};
 use crate::loader::{Loader, StateKind, Use};
 use crate::probe::show;
 use crate::registry::{Decoder, Step};
@@ -430,7 +430,14 @@ fn load_layer<L: Loader>(
             limits.top_k = limits.top_k.max(sizes.top_k);
             let MoeSizes { n_experts, d_expert, .. } = sizes;
             let layer = index as u32;
-            let shape = ExpertShape { layer, n_experts, d_model: d, d_expert, glu: Glu::GeluTanh };
+            let shape = ExpertShape {
+                layer,
+                n_experts,
+                d_model: d,
+                d_expert,
+                glu: Glu::GeluTanh,
+                fused: Fused::Halves,
+            };
             let router = of(l, "router.proj.weight");
             Some(Experts {
                 layer,

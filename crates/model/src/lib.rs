@@ -17,11 +17,14 @@ mod loader;
 mod mtp;
 mod outline;
 mod probe;
+mod quantisation;
 mod registry;
 mod rotary;
+mod stored;
 
 mod deepseek;
 mod gemma4;
+mod gpt_oss;
 mod llama;
 mod qwen3_5;
 mod qwen3_moe;
@@ -29,7 +32,7 @@ mod qwen3_next;
 
 pub use census::{Census, TrunkTensor};
 pub use error::ModelError;
-pub use experts::{ExpertTable, Span};
+pub use experts::{BIAS_ROLES, ExpertTable, Span};
 pub use loader::{Loader, StateDecl, StateKind, Use, WeightLoader};
 pub use mtp::MtpHead;
 pub use outline::{ExpertOutline, Outline};

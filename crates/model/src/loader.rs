@@ -4,6 +4,7 @@ use crate::config::Result;
 use crate::error::ModelError;
 use crate::experts::{self, ExpertShape, ExpertTable};
 use crate::mtp::MtpNames;
+use crate::stored::Stored;
 use snowmelt_backend::{Backend, BufType, ExpertLayout, Limits, Pass};
 use snowmelt_weights::{Checkpoint, Encoding, TensorInfo};
 use std::collections::BTreeSet;
@@ -81,6 +82,13 @@ impl<'a> Tensors<'a> {
     ) -> Result<(&'a TensorInfo, Encoding)> {
         let found = require(self.checkpoint, name, shape)?;
         self.used.insert(name.to_owned());
+        Ok(found)
+    }
+
+    /// A matrix, whose scales may lie in a tensor of their own.
+    pub(crate) fn matrix(&mut self, name: &str, shape: &[usize]) -> Result<Stored<'a>> {
+        let found = Stored::find(self.checkpoint, name, shape)?;
+        self.used.extend(found.names().map(str::to_owned));
         Ok(found)
     }
 
@@ -237,22 +245,22 @@ impl<'a, B: Backend> WeightLoader<'a, B> {
         Self { backend, tensors, rows, outputs, states: 0, limits, chunk: Vec::new() }
     }
 
-    /// Reads rows `range` of `info` into `weight` from row `at` on, a chunk at a time.
+    /// Reads rows `range` of `stored` into `weight` from row `at` on, a chunk at a time.
     fn fill(
         &mut self,
         weight: &mut B::Weight,
-        info: &TensorInfo,
-        row_bytes: usize,
+        stored: &Stored<'_>,
         range: Range<usize>,
         at: usize,
     ) -> Result<()> {
+        let row_bytes = stored.encoding.row_bytes(stored.info.d_in());
         let rows_a_chunk = (CHUNK_BYTES / row_bytes).max(1);
         let mut done = 0;
         while done < range.len() {
             let rows = rows_a_chunk.min(range.len() - done);
             self.chunk.resize(rows * row_bytes, 0);
-            let offset = info.offset + ((range.start + done) * row_bytes) as u64;
-            self.tensors.checkpoint.read(info.file, offset, &mut self.chunk)?;
+            let from = range.start + done;
+            stored.read_rows(self.tensors.checkpoint, from..from + rows, &mut self.chunk)?;
             self.backend.fill_weight(weight, at + done, &self.chunk);
             done += rows;
         }
@@ -292,16 +300,15 @@ impl<B: Backend> Loader for WeightLoader<'_, B> {
         rows: &[Range<usize>],
     ) -> Result<B::Weight> {
         let [d_out, d_in] = shape;
-        let (info, encoding) = self.tensors.require(name, &shape)?;
-        let row_bytes = encoding.row_bytes(d_in);
-        let mut weight = self.backend.alloc_weight(encoding, d_out, d_in);
+        let stored = self.tensors.matrix(name, &shape)?;
+        let mut weight = self.backend.alloc_weight(stored.encoding, d_out, d_in);
         let mut at = 0;
         if rows.is_empty() {
-            self.fill(&mut weight, info, row_bytes, 0..d_out, 0)?;
+            self.fill(&mut weight, &stored, 0..d_out, 0)?;
             return Ok(weight);
         }
         for range in rows {
-            self.fill(&mut weight, info, row_bytes, range.clone(), at)?;
+            self.fill(&mut weight, &stored, range.clone(), at)?;
             at += range.len();
         }
         assert_eq!(at, d_out, "the row order of `{name}` is no permutation");

@@ -1,9 +1,9 @@
 //! What a model weighs, from its config alone.
 
 use crate::config::{Result, Trunk};
-use crate::experts::{self, ExpertShape};
+use crate::experts::{ExpertShape, Fused};
 use crate::loader::{Loader, StateKind, Tensors, Use};
-use snowmelt_backend::{ExpertLayout, Limits};
+use snowmelt_backend::{ExpertLayout, Limits, MatrixLayout};
 use snowmelt_weights::{Checkpoint, Encoding};
 use std::ops::Range;
 
@@ -183,9 +183,13 @@ impl Loader for OutlineLoader<'_> {
     }
 
     fn experts(&mut self, shape: &ExpertShape, _: &str) -> Result<ExpertLayout> {
-        let layout = experts::packed_layout(shape, [Encoding::F32; 3]);
-        let matrices = layout.pieces().map(|piece| piece.d_out as u64 * piece.d_in as u64);
-        let values = matrices.iter().sum::<u64>();
+        let (d, f) = (shape.d_model, shape.d_expert);
+        let plain = |d_out, d_in| MatrixLayout::plain(Encoding::F32, d_out, d_in, 0);
+        let biases = (shape.fused == Fused::Turns).then(|| [plain(f, 1), plain(f, 1), plain(d, 1)]);
+        let (gate, up, down) = (plain(f, d), plain(f, d), plain(d, f));
+        let layout = ExpertLayout { glu: shape.glu, gate, up, down, biases };
+        let values = layout.all_pieces().map(|piece| piece.d_out as u64 * piece.d_in as u64);
+        let values = values.sum::<u64>();
         let (count, top_k) = (shape.n_experts as u64, self.limits.top_k as u64);
         self.outline.experts.push(ExpertOutline { count, values, top_k });
         Ok(layout)

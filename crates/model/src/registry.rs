@@ -6,7 +6,8 @@ use crate::error::ModelError;
 use crate::loader::WeightLoader;
 use crate::outline::{Outline, OutlineLoader};
 use crate::probe::{Probe, show};
-use crate::{deepseek, gemma4, llama, qwen3_5, qwen3_moe, qwen3_next};
+use crate::quantisation;
+use crate::{deepseek, gemma4, gpt_oss, llama, qwen3_5, qwen3_moe, qwen3_next};
 use snowmelt_backend::{Backend, ExpertFetch, Limits, MoeWork, Rows, StepError, View};
 use snowmelt_weights::{Checkpoint, ConfigView};
 use std::ops::Range;
@@ -160,6 +161,7 @@ families! {
     "deepseek_v3" ["deepseek_v3", "kimi_k2"] => deepseek::load;
     "deepseek_v32" ["deepseek_v32"] => deepseek::v32::load;
     "gemma4" ["gemma4", "gemma4_text"] => gemma4::load;
+    "gpt_oss" ["gpt_oss"] => gpt_oss::load;
     "llama" ["llama"] => llama::load;
     "qwen2" ["qwen2"] => llama::qwen2::load;
     "qwen3" ["qwen3"] => llama::qwen3::load;
@@ -181,7 +183,10 @@ fn identify(checkpoint: &Checkpoint) -> Result<(ConfigView<'_>, &'static str)> {
                 found: packed.family().to_owned(),
                 expected: family,
             }),
-            _ => Ok((config, family)),
+            _ => {
+                quantisation::check(&config)?;
+                Ok((config, family))
+            }
         },
         None => Err(ModelError::UnknownFamily {
             origin: checkpoint.origin().to_owned(),

@@ -150,6 +150,43 @@ impl Checkpoint {
     /// [`WeightsError::MissingTensor`], [`WeightsError::WrongShape`],
     /// [`WeightsError::UnusableDtype`].
     pub fn require(&self, name: &str, shape: &[usize]) -> Result<&TensorInfo, WeightsError> {
+        let tensor = self.require_shape(name, shape)?;
+        if tensor.encoding.is_none() {
+            return Err(WeightsError::UnusableDtype {
+                path: self.files[tensor.file as usize].path.clone(),
+                tensor: name.to_owned(),
+                found: tensor.dtype.clone(),
+            });
+        }
+        Ok(tensor)
+    }
+
+    /// The tensor of that name, of exactly that shape and type, be it one that we compute with or
+    /// codes whose scales are in another tensor.
+    ///
+    /// # Errors
+    ///
+    /// [`WeightsError::MissingTensor`], [`WeightsError::WrongShape`],
+    /// [`WeightsError::WrongDtype`].
+    pub fn require_dtype(
+        &self,
+        name: &str,
+        shape: &[usize],
+        dtype: &str,
+    ) -> Result<&TensorInfo, WeightsError> {
+        let tensor = self.require_shape(name, shape)?;
+        if tensor.dtype != dtype {
+            return Err(WeightsError::WrongDtype {
+                path: self.files[tensor.file as usize].path.clone(),
+                tensor: name.to_owned(),
+                found: tensor.dtype.clone(),
+                expected: dtype.to_owned(),
+            });
+        }
+        Ok(tensor)
+    }
+
+    fn require_shape(&self, name: &str, shape: &[usize]) -> Result<&TensorInfo, WeightsError> {
         let Some(tensor) = self.tensor(name) else {
             return Err(WeightsError::MissingTensor {
                 origin: self.origin.clone(),
@@ -157,20 +194,12 @@ impl Checkpoint {
                 expected: shape.to_owned(),
             });
         };
-        let path = || self.files[tensor.file as usize].path.clone();
         if tensor.shape != shape {
             return Err(WeightsError::WrongShape {
-                path: path(),
+                path: self.files[tensor.file as usize].path.clone(),
                 tensor: name.to_owned(),
                 expected: shape.to_owned(),
                 found: tensor.shape.clone(),
-            });
-        }
-        if tensor.encoding.is_none() {
-            return Err(WeightsError::UnusableDtype {
-                path: path(),
-                tensor: name.to_owned(),
-                found: tensor.dtype.clone(),
             });
         }
         Ok(tensor)

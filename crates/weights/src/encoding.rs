@@ -8,7 +8,11 @@
 //! q8               [i8; d_in] codes, [bf16; d_in/32] scales                  scale * code
 //! q4g32, q4g64     [u8; d_in/2] codes, [bf16; d_in/G] scales, [bf16; d_in/G] biases
 //!                  byte j: element 2j in the low nibble, 2j+1 in the high    scale * code + bias
+//! fp8              [E4M3; d_in] codes, [f32; ceil(d_in/128)] scales          code * scale
+//! mxfp4            [u8; d_in/2] E2M1 codes, nibbles as above, [E8M0; d_in/32] scales
 //! ```
+//!
+//! The last two are kept as they are published and never made: nothing is encoded in them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,12 +22,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::WeightsError;
 use crate::quantise;
+use crate::small_float;
 
 /// Storage of the values of one row.
 ///
 /// **Numerics.** Decoding is exact f32 arithmetic: `q8` is one multiplication that never rounds
 /// (8-bit significand times 7-bit code); `q4` is a multiplication and then an addition, each
-/// rounded to f32, never fused.
+/// rounded to f32, never fused; `fp8` is one multiplication; `mxfp4` is one that never rounds,
+/// beyond the range of f32 it is infinite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -40,25 +46,46 @@ pub enum Encoding {
     Q4G32,
     /// Nibbles, one bf16 scale and one bf16 bias for 64 values.
     Q4G64,
+    /// E4M3 floats, one f32 scale for 128 values; the last block may be shorter.
+    #[serde(rename = "fp8")]
+    F8E4M3,
+    /// E2M1 floats, one power of two for 32 values.
+    Mxfp4,
 }
 
 impl Encoding {
     /// All encodings, plain ones first.
-    pub const ALL: [Self; 6] =
-        [Self::F32, Self::F16, Self::Bf16, Self::Q8, Self::Q4G32, Self::Q4G64];
+    pub const ALL: [Self; 8] = [
+        Self::F32,
+        Self::F16,
+        Self::Bf16,
+        Self::Q8,
+        Self::Q4G32,
+        Self::Q4G64,
+        Self::F8E4M3,
+        Self::Mxfp4,
+    ];
 
-    /// Values that share a scale; the length of a row must be a multiple.
+    /// Values that share a scale; the length of a row must be a multiple, but in `fp8`.
     pub const fn group(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 1,
             Self::Q8 | Self::Q4G32 => 32,
             Self::Q4G64 => 64,
+            Self::F8E4M3 => small_float::FP8_BLOCK,
+            Self::Mxfp4 => small_float::MXFP4_BLOCK,
         }
     }
 
-    /// Whether values are stored as integer codes with scales.
+    /// Whether values are stored as integer codes with scales: what integer kernels multiply.
+    /// `fp8` and `mxfp4` hold floats, and are multiplied as floats.
     pub const fn is_quantised(self) -> bool {
         matches!(self, Self::Q8 | Self::Q4G32 | Self::Q4G64)
+    }
+
+    /// Whether rows can be encoded; the others can only be kept as they are stored.
+    pub const fn can_encode(self) -> bool {
+        !matches!(self, Self::F8E4M3 | Self::Mxfp4)
     }
 
     /// Name in manifests and on the command line.
@@ -70,15 +97,17 @@ impl Encoding {
             Self::Q8 => "q8",
             Self::Q4G32 => "q4g32",
             Self::Q4G64 => "q4g64",
+            Self::F8E4M3 => "fp8",
+            Self::Mxfp4 => "mxfp4",
         }
     }
 
     /// Whether a row of `d_in` values can be stored.
     pub const fn divides(self, d_in: usize) -> bool {
-        d_in.is_multiple_of(self.group())
+        matches!(self, Self::F8E4M3) || d_in.is_multiple_of(self.group())
     }
 
-    /// Bytes of one group, codes and scales together.
+    /// Bytes of one group, codes and scales together; of `fp8` the codes of one value.
     const fn group_bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -86,6 +115,19 @@ impl Encoding {
             Self::Q8 => 32 + 2,
             Self::Q4G32 => 16 + 4,
             Self::Q4G64 => 32 + 4,
+            Self::F8E4M3 => 1,
+            Self::Mxfp4 => 16 + 1,
+        }
+    }
+
+    /// Bytes of a row, where they fit.
+    fn checked_row_bytes(self, d_in: usize) -> Option<u64> {
+        if !self.divides(d_in) {
+            return None;
+        }
+        match self {
+            Self::F8E4M3 => (d_in as u64).checked_add(d_in.div_ceil(self.group()) as u64 * 4),
+            _ => ((d_in / self.group()) as u64).checked_mul(self.group_bytes() as u64),
         }
     }
 
@@ -96,17 +138,29 @@ impl Encoding {
     /// If the group does not divide `d_in`; ask [`Encoding::divides`] first.
     pub fn row_bytes(self, d_in: usize) -> usize {
         assert!(self.divides(d_in), "{self} needs a multiple of {}, got {d_in}", self.group());
-        d_in / self.group() * self.group_bytes()
+        match self {
+            Self::F8E4M3 => d_in + d_in.div_ceil(self.group()) * 4,
+            _ => d_in / self.group() * self.group_bytes(),
+        }
+    }
+
+    /// Bytes of the codes of one row, which come before its scales.
+    ///
+    /// # Panics
+    ///
+    /// As [`Encoding::row_bytes`].
+    pub fn code_bytes(self, d_in: usize) -> usize {
+        match self {
+            Self::F8E4M3 | Self::Q8 => d_in,
+            Self::Q4G32 | Self::Q4G64 | Self::Mxfp4 => d_in / 2,
+            Self::F32 | Self::F16 | Self::Bf16 => self.row_bytes(d_in),
+        }
     }
 
     /// Bytes of `rows` rows of `d_in` values, or nothing when the group does not divide `d_in` or
     /// the product does not fit: for sizes that a file decides.
     pub fn checked_bytes(self, rows: usize, d_in: usize) -> Option<u64> {
-        if !self.divides(d_in) {
-            return None;
-        }
-        let groups = (d_in / self.group()) as u64;
-        groups.checked_mul(self.group_bytes() as u64)?.checked_mul(rows as u64)
+        self.checked_row_bytes(d_in)?.checked_mul(rows as u64)
     }
 
     /// Decodes one row.
@@ -147,7 +201,39 @@ impl Encoding {
             }
             Self::Q4G32 => decode_q4::<32, 16>(bytes, out),
             Self::Q4G64 => decode_q4::<64, 32>(bytes, out),
+            Self::F8E4M3 => {
+                let (codes, scales) = bytes.split_at(out.len());
+                let scales = scales.as_chunks::<4>().0;
+                small_float::decode_fp8(codes, |block| f32::from_le_bytes(scales[block]), out);
+            }
+            Self::Mxfp4 => {
+                let (codes, scales) = bytes.split_at(out.len() / 2);
+                self.decode_codes(codes, |block| Self::exponent(scales[block]), out);
+            }
         }
+    }
+
+    /// Decodes a row of `fp8` or `mxfp4` whose scales lie elsewhere: `scale(block)` is that of a
+    /// block of [`Encoding::group`] values. The same bits as [`Encoding::decode_row`].
+    ///
+    /// **Shapes.** `codes: [code_bytes(d_in)]`, `out: [d_in] f32`.
+    ///
+    /// # Panics
+    ///
+    /// For other encodings, or if the lengths do not belong together.
+    pub fn decode_codes(self, codes: &[u8], scale: impl Fn(usize) -> f32, out: &mut [f32]) {
+        let (wanted, got) = (self.code_bytes(out.len()), codes.len());
+        assert!(wanted == got, "{} values of {self} have {wanted} bytes, got {got}", out.len());
+        match self {
+            Self::F8E4M3 => small_float::decode_fp8(codes, scale, out),
+            Self::Mxfp4 => small_float::decode_mxfp4(codes, scale, out),
+            other => panic!("the scales of {other} are part of its rows"),
+        }
+    }
+
+    /// The scale that an exponent of `mxfp4` stands for: `2^(code - 127)`, NaN for 255.
+    pub fn exponent(code: u8) -> f32 {
+        small_float::e8m0(code)
     }
 
     /// Encodes one row: plain floats round to nearest even, quantised groups are fitted by a
@@ -160,7 +246,8 @@ impl Encoding {
     ///
     /// # Panics
     ///
-    /// If the lengths do not belong together.
+    /// If the lengths do not belong together, or the encoding is one that is never made
+    /// ([`Encoding::can_encode`]).
     pub fn encode_row(self, values: &[f32], out: &mut [u8]) {
         self.assert_lengths(values.len(), out.len());
         match self {
@@ -189,6 +276,7 @@ impl Encoding {
             }
             Self::Q4G32 => encode_q4::<32, 16>(values, out),
             Self::Q4G64 => encode_q4::<64, 32>(values, out),
+            Self::F8E4M3 | Self::Mxfp4 => panic!("{self} is kept as stored, never made"),
         }
     }
 
@@ -227,7 +315,7 @@ impl Encoding {
     /// Largest magnitude that survives encoding.
     const fn largest(self) -> f32 {
         match self {
-            Self::F32 => f32::MAX,
+            Self::F32 | Self::F8E4M3 | Self::Mxfp4 => f32::MAX,
             // Halfway to the next power rounds to infinity; one step below does not.
             Self::F16 => 65519.996,
             Self::Bf16 => f32::from_bits(0x7f7f_7fff),
@@ -343,7 +431,12 @@ mod tests {
     #[test]
     fn sizes_of_rows() {
         let bytes: Vec<usize> = Encoding::ALL.iter().map(|e| e.row_bytes(128)).collect();
-        assert_eq!(bytes, [512, 256, 256, 136, 80, 72]);
+        assert_eq!(bytes, [512, 256, 256, 136, 80, 72, 132, 68]);
+        // A short block has a scale of its own.
+        let ragged: Vec<usize> = [1, 128, 129, 300].map(|n| Encoding::F8E4M3.row_bytes(n)).into();
+        assert_eq!(ragged, [5, 132, 137, 312]);
+        assert!(Encoding::F8E4M3.divides(7) && !Encoding::Mxfp4.divides(40));
+        assert_eq!(Encoding::F8E4M3.checked_bytes(2, 129), Some(274));
         assert!(Encoding::Q4G32.divides(96) && !Encoding::Q4G64.divides(96));
         assert_eq!(Encoding::Q4G64.checked_bytes(1, 96), None);
         assert_eq!(Encoding::Q8.checked_bytes(3, 64), Some(204));
@@ -406,6 +499,47 @@ mod tests {
                 assert!((got - values[i]).abs() <= scale.abs(), "{encoding} element {i}");
             }
         }
+    }
+
+    #[test]
+    fn fp8_decodes_as_its_layout_says_in_ragged_blocks() {
+        for d_in in [1, 127, 128, 129, 300] {
+            let code = |i: usize| (i * 37 % 0x7f) as u8 | (i as u8 & 1) << 7;
+            let codes: Vec<u8> = (0..d_in).map(code).collect();
+            let scales: Vec<f32> = weights(d_in.div_ceil(128), 9);
+            let mut bytes = codes.clone();
+            bytes.extend(scales.iter().flat_map(|s| s.to_le_bytes()));
+            let mut apart = vec![0.0; d_in];
+            Encoding::F8E4M3.decode_codes(&codes, |block| scales[block], &mut apart);
+            for (i, got) in decoded(Encoding::F8E4M3, &bytes, d_in).into_iter().enumerate() {
+                let exact = f64::from(small_float::e4m3(codes[i])) * f64::from(scales[i / 128]);
+                assert_eq!(got.to_bits(), (exact as f32).to_bits(), "{d_in} {i}");
+                assert_eq!(got.to_bits(), apart[i].to_bits(), "{d_in} {i}");
+            }
+        }
+    }
+
+    #[test]
+    fn mxfp4_decodes_as_its_layout_says() {
+        let codes: Vec<u8> = (0..48).map(|i| (i * 89 + 5) as u8).collect();
+        let scales = [127, 120, 130];
+        let bytes = [&codes[..], &scales].concat();
+        let mut apart = vec![0.0; 96];
+        Encoding::Mxfp4.decode_codes(&codes, |b| Encoding::exponent(scales[b]), &mut apart);
+        let got = decoded(Encoding::Mxfp4, &bytes, 96);
+        assert_eq!(got, apart);
+        // 5 is 3, 0x5e is -4 and 3.
+        assert_eq!((got[0], got[1]), (3.0, 0.0));
+        assert_eq!((codes[1], got[2], got[3]), (0x5e, -4.0, 3.0));
+        assert_eq!((codes[16], codes[16] & 15), (0x95, 5));
+        assert_eq!(got[32], 3.0 / 128.0);
+    }
+
+    #[test]
+    #[should_panic(expected = "mxfp4 is kept as stored, never made")]
+    fn nothing_is_encoded_as_mxfp4() {
+        assert!(!Encoding::Mxfp4.can_encode() && !Encoding::F8E4M3.can_encode());
+        let _ = encoded(Encoding::Mxfp4, &weights(32, 1));
     }
 
     #[test]

@@ -363,6 +363,21 @@ pub enum WeightsError {
         found: String,
     },
 
+    /// A tensor that goes with others, in another type than they need.
+    #[error(
+        "tensor `{tensor}` in `{}` has dtype `{found}`, expected `{expected}`", path.display()
+    )]
+    WrongDtype {
+        /// The file.
+        path: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// The dtype as the file says.
+        found: String,
+        /// The dtype that goes with the others.
+        expected: String,
+    },
+
     // config.json
     /// A field that must be there.
     #[error("`{key}` is missing from `{file}`, expected {expected}")]

@@ -22,6 +22,7 @@ mod plan;
 mod quantise;
 mod safetensors;
 mod scan;
+mod small_float;
 mod tensor;
 mod verify;
 

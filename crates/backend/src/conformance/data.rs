@@ -69,7 +69,11 @@ impl Weights {
         let mut bytes = vec![0; values.len() / d_in * encoding.row_bytes(d_in)];
         let rows = bytes.chunks_exact_mut(encoding.row_bytes(d_in));
         for (row, bytes) in values.chunks_exact(d_in).zip(rows) {
-            encoding.encode_row(row, bytes);
+            if encoding.can_encode() {
+                encoding.encode_row(row, bytes);
+            } else {
+                fit(encoding, row, bytes);
+            }
         }
         Self { encoding, d_out: values.len() / d_in, d_in, bytes }
     }
@@ -82,5 +86,41 @@ impl Weights {
 
     pub(super) fn row_bytes(&self) -> usize {
         self.encoding.row_bytes(self.d_in)
+    }
+}
+
+/// Nearest codes of an encoding that is never made otherwise; scales come from the greatest
+/// magnitude of each block.
+fn fit(encoding: Encoding, row: &[f32], bytes: &mut [u8]) {
+    let is_fp8 = encoding == Encoding::F8E4M3;
+    let codes: Vec<u8> = (0..=255).collect();
+    let mut values = vec![0.0; if is_fp8 { 256 } else { 512 }];
+    if is_fp8 {
+        encoding.decode_codes(&codes, |_| 1.0, &mut values);
+    } else {
+        // One value a code: the low nibble of each byte.
+        encoding.decode_codes(&codes, |_| 1.0, &mut values);
+        values = (0..16).map(|code| values[2 * code]).collect();
+    }
+    let (to_codes, to_scales) = bytes.split_at_mut(encoding.code_bytes(row.len()));
+    to_codes.fill(0);
+    for (block, chunk) in row.chunks(encoding.group()).enumerate() {
+        let greatest = chunk.iter().fold(1e-9f32, |m, v| m.max(v.abs()));
+        let exponent = 125 + (greatest.to_bits() >> 23) as u8 - 127;
+        let scale = if is_fp8 { greatest / 448.0 } else { Encoding::exponent(exponent) };
+        match is_fp8 {
+            true => to_scales[4 * block..][..4].copy_from_slice(&scale.to_le_bytes()),
+            false => to_scales[block] = exponent,
+        }
+        for (i, v) in chunk.iter().enumerate() {
+            let error = |code: &usize| (values[*code] * scale - v).abs();
+            let finite = (0..values.len()).filter(|code| !values[*code].is_nan());
+            let code = finite.min_by(|a, b| error(a).total_cmp(&error(b))).unwrap_or(0) as u8;
+            let at = block * encoding.group() + i;
+            match is_fp8 {
+                true => to_codes[at] = code,
+                false => to_codes[at / 2] |= code << (4 * (at % 2)),
+            }
+        }
     }
 }

@@ -6,11 +6,10 @@ use super::dense::{SPOILT, forget_spoilt};
 use super::report::{Bound, Part, Tolerance, same};
 use super::timeline::Timeline;
 use crate::fetch::{PinOwner, Ready};
-use crate::verbs::{
-    Backend, BufType, ExpertLayout, Experts, Glu, HostRecords, MatrixLayout, MoeFfn, Pass, Routed,
-    Slab, View,
-};
-use snowmelt_weights::Encoding::{self, Bf16, F16, F32, Q4G32, Q4G64, Q8};
+use crate::layout::{ExpertLayout, MatrixLayout, Order, Scales};
+use crate::verbs::{Backend, BufType, Experts, Glu, HostRecords, MoeFfn, Pass, Routed, Slab, View};
+use snowmelt_weights::Encoding::{self, Bf16, F8E4M3, F16, F32, Mxfp4, Q4G32, Q4G64, Q8};
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 /// Slots are a multiple of this.
@@ -26,10 +25,24 @@ pub(super) fn cases<B: Backend>(suite: &mut Suite<'_, B>) {
         ([Q4G64, Q4G64, Q4G64], 128, 192),
         ([Q4G64, Q4G32, Q8], 64, 64),
         ([Q8, Q4G64, F32], 320, 64),
+        ([F8E4M3, F8E4M3, F8E4M3], 136, 33),
+        ([Mxfp4, Mxfp4, F8E4M3], 64, 32),
     ];
     for (encodings, d_model, d_expert) in small.into_iter().chain(quantised) {
         for (n, top_k) in [(1, 3), (2, 1), (7, 4), (33, 3)] {
             suite.check(&Ffn::new(encodings, [d_model, d_expert], n, top_k));
+        }
+    }
+    let published: [(&str, [usize; 2], Published); 4] = [
+        ("transposed f32", [20, 17], |widths| in_turns(F32, widths)),
+        ("transposed bf16", [64, 48], |widths| in_turns(Bf16, widths)),
+        ("mxfp4 with exponents apart", [64, 96], exponents_apart),
+        ("fp8 with blocks apart", [200, 150], blocks_apart),
+    ];
+    for (form, widths, layout) in published {
+        for (n, top_k) in [(1, 3), (2, 1), (7, 4), (33, 3)] {
+            let name = format!("moe_ffn {form} {widths:?} n {n} top_k {top_k}");
+            suite.check(&Ffn::of(name, &layout(widths), n, top_k));
         }
     }
     suite.check(&Ffn::new([Q4G32, Q4G32, Q8], [64, 32], 100, 3));
@@ -69,32 +82,115 @@ impl HostRecords for Records {
         self.shifted.len() as u32
     }
 
-    fn piece(&self, slot: u32, piece: usize) -> &[u8] {
-        let layout = self.layout.pieces()[piece];
-        &self.record(slot)[layout.offset..][..layout.bytes()]
+    fn bytes(&self, slot: u32, range: Range<usize>) -> &[u8] {
+        let of_one = |piece: &MatrixLayout| piece.regions().contains(&range);
+        assert!(self.layout.all_pieces().any(of_one), "{range:?} is no region of one matrix");
+        &self.record(slot)[range]
     }
 }
 
 /// Pieces in the order down, gate, up, with bytes of nobody's between them.
 fn layout(encodings: [Encoding; 3], [d_model, d_expert]: [usize; 2]) -> ExpertLayout {
-    let matrix = |piece: usize, d_out, d_in, offset| MatrixLayout {
-        encoding: encodings[piece],
-        d_out,
-        d_in,
-        offset,
+    let matrix = |piece: usize, d_out, d_in, offset| {
+        MatrixLayout::plain(encodings[piece], d_out, d_in, offset)
     };
     let after = |m: &MatrixLayout| (m.offset + m.bytes()).next_multiple_of(64) + 64;
     let down = matrix(2, d_model, d_expert, 64);
     let gate = matrix(0, d_expert, d_model, after(&down));
     let up = matrix(1, d_expert, d_model, after(&gate));
-    ExpertLayout { glu: Glu::Silu, gate, up, down }
+    ExpertLayout { glu: Glu::Silu, gate, up, down, biases: None }
+}
+
+/// A layout as some models are published in, for `[d_model, d_expert]`.
+type Published = fn([usize; 2]) -> ExpertLayout;
+
+const CLAMPED: Glu = Glu::Clamped { alpha: 1.702, limit: 2.0 };
+
+/// Biases of gate and up in turns, then those of down, from `offset` on.
+fn biases([d_model, d_expert]: [usize; 2], offset: usize) -> [MatrixLayout; 3] {
+    let half = |first| MatrixLayout {
+        order: Order::Strided { first, step: 2 },
+        ..MatrixLayout::plain(Bf16, d_expert, 1, offset)
+    };
+    [half(0), half(1), MatrixLayout::plain(F32, d_model, 1, offset + 4 * d_expert)]
+}
+
+/// Columns, gate and up in turns, with biases.
+fn in_turns(encoding: Encoding, [d_model, d_expert]: [usize; 2]) -> ExpertLayout {
+    let (each, width) = (encoding.row_bytes(1), 2 * d_expert);
+    let half = |first| MatrixLayout {
+        order: Order::Transposed { first, step: 2, width },
+        ..MatrixLayout::plain(encoding, d_expert, d_model, 2)
+    };
+    let down = MatrixLayout {
+        order: Order::Transposed { first: 0, step: 1, width: d_model },
+        ..MatrixLayout::plain(encoding, d_model, d_expert, 2 + each * width * d_model)
+    };
+    let biases = Some(biases([d_model, d_expert], down.offset + down.bytes()));
+    ExpertLayout { glu: CLAMPED, gate: half(0), up: half(1), down, biases }
+}
+
+/// Rows of gate and up in turns, exponents after the codes, with biases.
+fn exponents_apart([d_model, d_expert]: [usize; 2]) -> ExpertLayout {
+    let codes = [d_expert * d_model, d_model * d_expert / 2];
+    let down_at = codes[0] + 2 * d_expert * d_model / 32 + 5;
+    let half = |first| MatrixLayout {
+        order: Order::Strided { first, step: 2 },
+        scales: Scales::Exponents { offset: codes[0] },
+        ..MatrixLayout::plain(Mxfp4, d_expert, d_model, 0)
+    };
+    let down = MatrixLayout {
+        scales: Scales::Exponents { offset: down_at + codes[1] },
+        ..MatrixLayout::plain(Mxfp4, d_model, d_expert, down_at)
+    };
+    let biases = Some(biases([d_model, d_expert], down.regions()[1].end));
+    ExpertLayout { glu: CLAMPED, gate: half(0), up: half(1), down, biases }
+}
+
+/// Rows of gate, then of up, in one tensor whose blocks of 128 rows share scales.
+fn blocks_apart([d_model, d_expert]: [usize; 2]) -> ExpertLayout {
+    let gate_up = 2 * d_expert * d_model;
+    let scales = Scales::Blocks { offset: gate_up, encoding: F32 };
+    let plain = MatrixLayout::plain(F8E4M3, d_expert, d_model, 0);
+    let order = Order::Strided { first: d_expert, step: 1 };
+    let up = MatrixLayout { order, scales, ..plain };
+    let down_at = up.regions()[1].end;
+    let down = MatrixLayout {
+        scales: Scales::Blocks { offset: down_at + d_model * d_expert, encoding: Bf16 },
+        ..MatrixLayout::plain(F8E4M3, d_model, d_expert, down_at)
+    };
+    let gate = MatrixLayout { scales, ..plain };
+    ExpertLayout { glu: Glu::Silu, gate, up, down, biases: None }
 }
 
 fn record(rng: &mut Rng, layout: &ExpertLayout) -> Vec<u8> {
     let mut bytes = vec![0xFF; 1 + layout.record_bytes()];
-    for piece in layout.pieces() {
-        let weights = Weights::random(rng, piece.encoding, piece.d_out, piece.d_in);
-        bytes[1 + piece.offset..][..piece.bytes()].copy_from_slice(&weights.bytes);
+    for piece in layout.all_pieces() {
+        let [rows, scales] = piece.regions().map(|r| 1 + r.start..1 + r.end);
+        let (encoding, d_in) = (piece.encoding, piece.d_in);
+        // Plain numbers of any shape, rows with their scales, or codes and then scales.
+        let encoded = match (piece.order, piece.scales) {
+            (Order::Plain, Scales::Inline) => {
+                Weights::random(rng, encoding, piece.d_out, d_in).bytes
+            }
+            (_, Scales::Inline) => {
+                let count = rows.len() / encoding.row_bytes(1);
+                let scale = 1.0 / (d_in as f32).sqrt();
+                Weights::encode(encoding, &rng.normals(count, scale), 1).bytes
+            }
+            // No code of a byte with its last bit clear is NaN.
+            _ => (0..rows.len()).map(|_| rng.below(256) as u8 & 0xFE).collect(),
+        };
+        bytes[rows].copy_from_slice(&encoded);
+        let encoded = match piece.scales {
+            Scales::Inline => Vec::new(),
+            Scales::Exponents { .. } => scales.clone().map(|_| 121 + rng.below(5) as u8).collect(),
+            Scales::Blocks { encoding, .. } => {
+                let count = scales.len() / encoding.row_bytes(1);
+                Weights::encode(encoding, &rng.uniforms(count, 5e-4, 1e-3), 1).bytes
+            }
+        };
+        bytes[scales].copy_from_slice(&encoded);
     }
     bytes
 }
@@ -102,16 +198,19 @@ fn record(rng: &mut Rng, layout: &ExpertLayout) -> Vec<u8> {
 impl Ffn {
     fn new(encodings: [Encoding; 3], widths: [usize; 2], n: usize, top_k: usize) -> Self {
         let name = format!("moe_ffn {encodings:?} {widths:?} n {n} top_k {top_k}");
-        let mut rng = Rng::named(&name);
-        let layout = layout(encodings, widths);
+        Self::of(name, &layout(encodings, widths), n, top_k)
+    }
+
+    fn of(name: String, layout: &ExpertLayout, n: usize, top_k: usize) -> Self {
+        let (mut rng, layout) = (Rng::named(&name), *layout);
         let shifted = (0..N_EXPERTS).map(|_| record(&mut rng, &layout)).collect();
         let wanted = |e: &u32| e % 4 != 2;
         let mut row = || rng.permutation(N_EXPERTS).into_iter().map(|e| e as u32).filter(wanted);
         let choices: Vec<u32> =
             (0..n).flat_map(|_| row().take(top_k).collect::<Vec<_>>()).collect();
-        let mut x = rng.normals(n * widths[0], 1.0);
+        let mut x = rng.normals(n * layout.gate.d_in, 1.0);
         if n > 1 {
-            x[..widths[0]].fill(0.0);
+            x[..layout.gate.d_in].fill(0.0);
         }
         let records = Arc::new(Records { layout, shifted });
         Self { layout, n, top_k, choices, x, records, name }

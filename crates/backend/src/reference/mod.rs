@@ -18,11 +18,12 @@ pub use buffer::{Buffer, Matrix};
 pub use slots::HostSlab;
 
 use crate::fetch::{Ready, Routes, StepError};
+use crate::layout::{ExpertLayout, MatrixBytes, MatrixLayout};
 use crate::rows::{Rows, Sequence};
 use crate::verbs::{
-    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Glu, HeadRows, HostRecords,
-    IndexSelect, Limits, MatrixLayout, MoeFfn, Norm, Pairing, Pass, Pool, Routed, Router,
-    Selection, Shared, Slab, Unary, View,
+    Attention, Backend, BufType, DeltaStep, Experts, Glu, HeadRows, HostRecords, IndexSelect,
+    Limits, MoeFfn, Norm, Pairing, Pass, Pool, Routed, Router, Selection, Shared, Slab, Unary,
+    View,
 };
 use buffer::{load, store};
 use snowmelt_weights::Encoding;
@@ -76,26 +77,35 @@ fn fixed(sequence: &Sequence, len: usize) -> Range<usize> {
 }
 
 /// One matrix of an expert record, decoded.
-fn piece(slab: &HostSlab, slot: u32, index: usize, layout: &MatrixLayout) -> Vec<f32> {
-    let mut matrix = Matrix::new(layout.encoding, layout.d_out, layout.d_in);
-    matrix.fill(0, &slab.piece(slot, index, layout));
-    matrix.values
+fn piece(slab: &HostSlab, slot: u32, layout: &MatrixLayout) -> Vec<f32> {
+    let [rows, scales] = layout.regions().map(|region| slab.bytes(slot, region));
+    let mut values = vec![f32::NAN; layout.d_out * layout.d_in];
+    let bytes = MatrixBytes { rows: &rows, scales: &scales };
+    layout.decode_rows(bytes, 0..layout.d_out, &mut values);
+    values
 }
 
-/// `down(f(gate x) * up x)` for each (row, choice) that chose `expert`, whose record lies in
-/// `slot`. An expert that nobody chose is not even decoded.
+/// `down(f(gate x) * up x)`, each product with its bias, for each (row, choice) that chose
+/// `expert`, whose record lies in `slot`. An expert that nobody chose is not even decoded.
 fn expert_ffn(args: &MoeFfn<'_, Reference>, ids: &[u32], expert: u32, slot: u32, out: &Buffer) {
     if !ids.contains(&expert) {
         return;
     }
-    let ExpertLayout { glu, gate, up, down } = args.layout;
+    let ExpertLayout { glu, gate, down, .. } = args.layout;
     let x = load(args.x, args.routed.n, gate.d_in);
-    let matrix = |index, layout| piece(args.slab, slot, index, layout);
-    let (w_gate, w_up, w_down) = (matrix(0, gate), matrix(1, up), matrix(2, down));
+    let weights = args.layout.pieces().map(|layout| piece(args.slab, slot, layout));
+    let biases = args.layout.biases.map(|b| b.map(|layout| piece(args.slab, slot, &layout)));
+    let product = |which: usize, x: &[f32]| {
+        let mut y = maths::linear(x, &weights[which]);
+        if let Some(biases) = &biases {
+            y.iter_mut().zip(&biases[which]).for_each(|(y, bias)| *y += bias);
+        }
+        y
+    };
     for (at, _) in ids.iter().enumerate().filter(|&(_, &id)| id == expert) {
         let x = &x[at / args.routed.top_k * gate.d_in..][..gate.d_in];
-        let inner = maths::glu_rows(*glu, &maths::linear(x, &w_gate), &maths::linear(x, &w_up));
-        out.store(at * down.d_out, &maths::linear(&inner, &w_down));
+        let inner = maths::glu_rows(*glu, &product(0, x), &product(1, x));
+        out.store(at * down.d_out, &product(2, &inner));
     }
 }
 

@@ -2,9 +2,10 @@
 //! through [`Slab::host`] while other slots are read.
 #![allow(unsafe_code)]
 
-use crate::verbs::{HostRecords, MatrixLayout, Slab};
+use crate::verbs::{HostRecords, Slab};
 use std::cell::UnsafeCell;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Alignment of slots, for direct reads.
@@ -71,19 +72,18 @@ impl HostSlab {
         Self(Memory::Adopted(records))
     }
 
-    /// The encoded rows of one piece of a record.
-    pub(super) fn piece(&self, slot: u32, index: usize, layout: &MatrixLayout) -> Vec<u8> {
-        let bytes = layout.bytes();
+    /// Some bytes of a record.
+    pub(super) fn bytes(&self, slot: u32, range: Range<usize>) -> Vec<u8> {
         match &self.0 {
             Memory::Own(slots) => {
-                let from = slots.at(slot, layout.offset, bytes);
-                let mut copy = vec![0; bytes];
+                let from = slots.at(slot, range.start, range.len());
+                let mut copy = vec![0; range.len()];
                 // SAFETY: `at` checked that the source lies in the slot; the destination is new.
                 // The caller's pin keeps writers off (invariant 2).
-                unsafe { from.copy_to_nonoverlapping(copy.as_mut_ptr(), bytes) };
+                unsafe { from.copy_to_nonoverlapping(copy.as_mut_ptr(), range.len()) };
                 copy
             }
-            Memory::Adopted(records) => records.piece(slot, index)[..bytes].to_vec(),
+            Memory::Adopted(records) => records.bytes(slot, range).to_vec(),
         }
     }
 }
@@ -125,12 +125,6 @@ impl Slab for HostSlab {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use snowmelt_weights::Encoding;
-
-    fn bytes(d_in: usize, offset: usize) -> MatrixLayout {
-        // One f16 row of d_in/2 values: any bytes will do.
-        MatrixLayout { encoding: Encoding::F16, d_out: 1, d_in: d_in / 2, offset }
-    }
 
     #[test]
     fn slots_are_aligned_apart_and_poisoned() {
@@ -138,7 +132,7 @@ mod tests {
         let at: Vec<usize> = (0..3).map(|s| slab.host(s).expect("host memory").addr()).collect();
         assert!(at.iter().all(|at| at.is_multiple_of(ALIGNMENT)), "{at:?}");
         assert_eq!((at[1] - at[0], at[2] - at[1]), (8192, 8192));
-        assert_eq!(slab.piece(2, 0, &bytes(8192, 0)), [0xFF; 8192]);
+        assert_eq!(slab.bytes(2, 0..8192), [0xFF; 8192]);
         assert_eq!((slab.slots(), slab.slot_bytes()), (3, 8192));
     }
 
@@ -149,8 +143,8 @@ mod tests {
         let host = slab.host(1).expect("host memory");
         // SAFETY: the slot has 4096 bytes and nobody else knows it.
         unsafe { host.add(11).write(7) };
-        assert_eq!(slab.piece(1, 0, &bytes(6, 8)), [0xFF, 0xFF, 1, 7, 3, 4]);
-        assert_eq!(slab.piece(0, 0, &bytes(4096, 0)), [0xFF; 4096]);
+        assert_eq!(slab.bytes(1, 8..14), [0xFF, 0xFF, 1, 7, 3, 4]);
+        assert_eq!(slab.bytes(0, 0..4096), [0xFF; 4096]);
     }
 
     #[test]

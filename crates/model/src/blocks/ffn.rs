@@ -1,7 +1,7 @@
 //! Feed-forward halves: a dense gated unit, or routed experts with an optional shared one.
 
 use crate::config::{ExpertSizes, Result};
-use crate::experts::ExpertShape;
+use crate::experts::{ExpertShape, Fused};
 use crate::loader::{Loader, Use};
 use crate::registry::Step;
 use snowmelt_backend::{
@@ -103,13 +103,16 @@ pub(crate) struct MoeShape {
     pub(crate) router: RouterShape,
     /// `gate`: the matrix of the router, without `.weight`.
     pub(crate) router_name: &'static str,
+    /// The form of fused tensors of experts.
+    pub(crate) fused: Fused,
     pub(crate) shared: Option<SharedShape>,
 }
 
 impl MoeShape {
     /// As most families name and compute it.
     pub(crate) fn silu(d_model: usize, sizes: ExpertSizes, router: RouterShape) -> Self {
-        Self { d_model, sizes, glu: Glu::Silu, router, router_name: "gate", shared: None }
+        let (glu, fused) = (Glu::Silu, Fused::Halves);
+        Self { d_model, sizes, glu, router, router_name: "gate", fused, shared: None }
     }
 
     /// Inner width of the shared expert, 0 for none.
@@ -145,7 +148,8 @@ impl<W, Buf> Moe<W, Buf> {
         let of = |l: &L, part: &str| l.tensors().trunk(&format!("{name}.{part}"));
         let layer = layer as u32;
         let (n_experts, d_expert) = (sizes.n_experts, sizes.d_expert);
-        let experts = ExpertShape { layer, n_experts, d_model: d, d_expert, glu: shape.glu };
+        let (glu, fused) = (shape.glu, shape.fused);
+        let experts = ExpertShape { layer, n_experts, d_model: d, d_expert, glu, fused };
         let router_name = of(l, &format!("{}.weight", shape.router_name));
         let router = l.matrix(&router_name, [n_experts, d], Use::Exact, &[])?;
         let router_bias = match shape.router.bias {
