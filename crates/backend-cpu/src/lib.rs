@@ -31,9 +31,9 @@
 //! | module | holds |
 //! |---|---|
 //! | `verbs` | the implementation of [`Backend`](snowmelt_backend::Backend): checks, then splits |
-//! | `matmul`, `moe` | the same for matrix products and experts |
+//! | `matmul`, `heads`, `index`, `moe` | the same for products, `index_select` and experts |
 //! | `linear`, `dot`, `gemm` | outputs of a product: f32 tiles, integer tiles |
-//! | `attention`, `recurrent`, `route`, `norm`, `elementwise` | kernels of the other verbs |
+//! | `attention`, `recurrent`, `route`, `norm`, `streams`, `elementwise` | kernels of the other verbs |
 //! | `quantise`, `math`, `canonical` | arithmetic they share |
 //! | `simd` | the vector type of each instruction set |
 //! | `backend`, `scratch`, `buf`, `slab`, `memory`, `pool`, `isa` | memory, threads, detection |
@@ -51,6 +51,8 @@ mod ceiling;
 mod dot;
 mod elementwise;
 mod gemm;
+mod heads;
+mod index;
 mod isa;
 mod linear;
 mod math;
@@ -65,6 +67,7 @@ mod route;
 mod scratch;
 mod simd;
 mod slab;
+mod streams;
 mod verbs;
 mod view;
 

@@ -31,6 +31,11 @@ impl Matrix {
         self.encoding.row_bytes(self.d_in)
     }
 
+    /// First byte of a row.
+    pub(crate) fn row(&self, r: usize) -> *const u8 {
+        self.ptr.wrapping_add(r * self.row_bytes())
+    }
+
     /// How many units of outputs there are.
     pub(crate) fn units(&self) -> usize {
         self.d_out.div_ceil(unit(self.encoding))
@@ -137,7 +142,7 @@ impl Linear<'_> {
     }
 
     fn row(&self, r: usize) -> *const u8 {
-        self.w.ptr.wrapping_add(r * self.w.row_bytes())
+        self.w.row(r)
     }
 
     /// Weights that are multiplied as they lie.
@@ -249,11 +254,11 @@ impl<F: Format, A: Activation> Tiles<'_, F, A> {
 }
 
 /// Decodes a row, the same bits as [`Encoding::decode_row`].
-struct Decode {
-    encoding: Encoding,
-    row: *const u8,
-    d_in: usize,
-    out: *mut f32,
+pub(crate) struct Decode {
+    pub(crate) encoding: Encoding,
+    pub(crate) row: *const u8,
+    pub(crate) d_in: usize,
+    pub(crate) out: *mut f32,
 }
 
 impl Kernel for Decode {

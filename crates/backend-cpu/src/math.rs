@@ -36,6 +36,40 @@ pub(crate) fn silu<S: Simd>(s: S, x: S::V) -> S::V {
     s.div(x, s.add(s.splat(1.0), exp(s, s.sub(s.zero(), x))))
 }
 
+/// `0.5 x (1 + tanh(u))` with `u = sqrt(2/pi) (x + 0.044715 x^3)`, which is `x / (1 + e^-2u)`.
+#[inline(always)]
+pub(crate) fn gelu_tanh<S: Simd>(s: S, x: S::V) -> S::V {
+    let cubic = s.fma(s.mul(s.splat(0.044_715), x), x, s.splat(1.0));
+    // -2 sqrt(2/pi)
+    let power = s.mul(s.mul(s.splat(-1.595_769_1), x), cubic);
+    s.div(x, s.add(s.splat(1.0), exp(s, power)))
+}
+
+/// `tanh(x)`, accurate relative to the result; NaN stays NaN.
+///
+/// **Numerics.** An odd polynomial over an even one, beyond 7.9 that of the border, which is 1.
+#[inline(always)]
+pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
+    let x = s.max(s.splat(-7.905_311), s.min(s.splat(7.905_311), x));
+    let square = s.mul(x, x);
+    let mut p = s.splat(-2.760_768_5e-16);
+    for c in [
+        2.000_188e-13,
+        -8.604_672e-11,
+        5.122_297e-8,
+        1.485_722_4e-5,
+        6.372_619_3e-4,
+        4.893_524_6e-3,
+    ] {
+        p = s.fma(p, square, s.splat(c));
+    }
+    let mut q = s.splat(1.198_258_4e-6);
+    for c in [1.185_347_1e-4, 2.268_434_6e-3, 4.893_525e-3] {
+        q = s.fma(q, square, s.splat(c));
+    }
+    s.div(s.mul(x, p), q)
+}
+
 /// [`exp()`] of one number, the same bits.
 pub(crate) fn exp_one(x: f32) -> f32 {
     exp(Scalar, [x; 16])[0]
@@ -50,6 +84,12 @@ pub(crate) fn sigmoid_one(x: f32) -> f32 {
 pub(crate) fn softplus(x: f32) -> f32 {
     let tail = libm::log1pf(libm::expf(-x.abs()));
     if x > 0.0 { x + tail } else { tail }
+}
+
+/// [`sigmoid`] of one number from within a kernel, the same bits.
+#[inline(always)]
+pub(crate) fn sigmoid_in_lane<S: Simd>(s: S, x: f32) -> f32 {
+    s.fold_max(sigmoid(s, s.splat(x)))
 }
 
 /// [`exp()`] of one number from within a kernel, the same bits.
@@ -121,6 +161,35 @@ mod tests {
             let found = exp_of(isa, &x);
             assert!(wanted.iter().zip(&found).all(|(a, b)| a.to_bits() == b.to_bits()), "{isa}");
         }
+    }
+
+    fn tanh_one(x: f32) -> f32 {
+        tanh(Scalar, [x; 16])[0]
+    }
+
+    fn gelu_one(x: f32) -> f32 {
+        gelu_tanh(Scalar, [x; 16])[0]
+    }
+
+    #[test]
+    fn tanh_and_gelu_are_accurate() {
+        for x in sweep() {
+            let close = |found: f32, wanted: f64, name: &str| {
+                let error = (f64::from(found) - wanted).abs() / wanted.abs().max(1e-30);
+                assert!(error < 2e-6, "{name}({x}) = {found}, wanted {wanted}");
+            };
+            let wide = f64::from(x);
+            close(tanh_one(x), libm::tanh(wide), "tanh");
+            // Below, the relative error is that of a large exponent.
+            if x > -3.0 {
+                let inner = 0.797_884_560_802_865_4 * (wide + 0.044_715 * wide * wide * wide);
+                close(gelu_one(x), 0.5 * wide * (1.0 + libm::tanh(inner)), "gelu");
+            }
+        }
+        assert!(tanh_one(f32::NAN).is_nan() && gelu_one(f32::NAN).is_nan());
+        let infinite = [f32::INFINITY, f32::NEG_INFINITY].map(tanh_one);
+        assert!(infinite[0] > 0.999_999 && infinite[1] < -0.999_999);
+        assert_eq!([gelu_one(100.0), gelu_one(0.0), gelu_one(-100.0)], [100.0, 0.0, -0.0]);
     }
 
     #[test]

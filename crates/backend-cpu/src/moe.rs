@@ -2,7 +2,7 @@
 
 use crate::backend::{Run, Tools};
 use crate::buf::CpuBuf;
-use crate::elementwise::{Swiglu, Zip};
+use crate::elementwise::Zip;
 use crate::linear::{Input, Linear, Matrix, unit};
 use crate::matmul::{Places, round};
 use crate::quantise::Which;
@@ -11,7 +11,6 @@ use crate::simd::dispatch;
 use crate::slab::CpuSlab;
 use crate::view::Mat;
 use snowmelt_backend::{ExpertLayout, Experts, MatrixLayout, Ready, Routed, View};
-use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Who is there: expert index and slot by position.
@@ -78,7 +77,8 @@ pub(crate) fn moe_ffn(run: &mut Run<'_>, ffn: &Ffn<'_>, experts: &Experts<'_>) {
     let d_in = d_model.max(d_expert);
     let thread = thread_floats(d_in, 0, 0, 0);
     let experts = present.end();
-    run.reserve(Sizes { rows: n, d_in, choices, d_expert, experts, thread });
+    let pooled = 0;
+    run.reserve(Sizes { rows: n, d_in, choices, d_expert, experts, pooled, thread });
     let [pairs, rows] = list(&mut run.scratch.lists(), &present, ids, top_k);
     if pairs == 0 {
         return;
@@ -204,9 +204,8 @@ impl Wave<'_> {
                 if which.contains(&1) {
                     let (rows, columns) = (0..piece.pairs.len(), piece.outputs);
                     let [a, b] = out;
-                    let op = PhantomData;
-                    let swiglu = Zip::<Swiglu> { a, b, out: a, rows, columns, op };
-                    dispatch(self.tools.isa, swiglu);
+                    let op = layout.glu;
+                    dispatch(self.tools.isa, Zip { a, b, out: a, rows, columns, op });
                 }
             });
         });

@@ -16,11 +16,13 @@ pub(crate) struct Conv<'a> {
     pub(crate) out: Mat,
     /// `[K, C]`
     pub(crate) w: &'a [f32],
-    /// `[n_fixed, K - 1, C]`, dense.
+    /// `[n_fixed, D * (K - 1), C]`, dense.
     pub(crate) state: Mat,
     pub(crate) channels: usize,
     /// K.
     pub(crate) taps: usize,
+    /// D.
+    pub(crate) dilation: usize,
     pub(crate) rows: &'a Rows,
     /// Sixteens of channels.
     pub(crate) chunks: Range<usize>,
@@ -42,10 +44,16 @@ impl Kernel for Conv<'_> {
 }
 
 impl Conv<'_> {
+    /// Tokens that the state holds.
+    #[inline(always)]
+    fn kept(&self) -> usize {
+        self.dilation * (self.taps - 1)
+    }
+
     /// Input `age` tokens after the oldest one that the state holds.
     #[inline(always)]
     fn input(&self, c: usize, fixed: usize, first: usize, age: usize) -> *mut f32 {
-        let kept = self.taps - 1;
+        let kept = self.kept();
         if age < kept {
             self.state.at(fixed * kept + age, c)
         } else {
@@ -61,18 +69,19 @@ impl Conv<'_> {
             // SAFETY: `n` channels from `c` on in every operand.
             unsafe {
                 for k in 0..self.taps {
-                    let x = s.load_part(self.input(c, fixed, rows.start, i + k), n);
+                    let input = self.input(c, fixed, rows.start, i + self.dilation * k);
+                    let x = s.load_part(input, n);
                     acc = s.fma(s.load_part(w.add(k * self.channels + c), n), x, acc);
                 }
                 s.store_part(self.out.at(t, c), n, silu(s, acc));
             }
         }
         // What moves down comes from a later place: ascending order overwrites nothing needed.
-        for kept in 0..self.taps - 1 {
+        for kept in 0..self.kept() {
             // SAFETY: as above.
             unsafe {
                 let x = s.load_part(self.input(c, fixed, rows.start, rows.len() + kept), n);
-                s.store_part(self.state.at(fixed * (self.taps - 1) + kept, c), n, x);
+                s.store_part(self.state.at(fixed * self.kept() + kept, c), n, x);
             }
         }
     }

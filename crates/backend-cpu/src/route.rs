@@ -4,14 +4,15 @@
 use crate::math::{exp, sigmoid};
 use crate::simd::{Kernel, LANES, Simd};
 use crate::view::Mat;
+use snowmelt_backend::{Groups, Scores};
 use std::ops::Range;
 
-/// Softmax over experts, then the greatest.
+/// Scores of experts, the greatest of them, and their weights.
 ///
-/// **Numerics.** `exp(x - greatest)`, added up in sixteen lanes and the usual tree, divided by the
-/// sum; chosen weights are added in their order.
+/// **Numerics.** A softmax is `exp(x - greatest)`, added up in sixteen lanes and the usual tree,
+/// divided by the sum; chosen weights are added in their order.
 #[derive(Clone, Debug)]
-pub(crate) struct Route {
+pub(crate) struct Route<'a> {
     pub(crate) logits: Mat,
     /// `[n, top_k]` u32 bits.
     pub(crate) ids: Mat,
@@ -19,34 +20,117 @@ pub(crate) struct Route {
     pub(crate) weights: Mat,
     pub(crate) n_experts: usize,
     pub(crate) top_k: usize,
-    pub(crate) renormalise: bool,
+    pub(crate) scores: Scores,
+    pub(crate) bias: Option<&'a [f32]>,
+    pub(crate) groups: Option<Groups>,
+    pub(crate) renormalise: Option<f32>,
+    pub(crate) factor: f32,
+    pub(crate) expert_factor: Option<&'a [f32]>,
     pub(crate) rows: Range<usize>,
-    /// `n_experts` f32 and a vector's worth, this thread's own.
+    /// [`scratch_floats`], this thread's own.
     pub(crate) scratch: *mut f32,
 }
 
-impl Kernel for Route {
+/// Areas of scratch: scores, what the choice is by, scores of groups, kept groups.
+const AREAS: usize = 4;
+
+/// Scratch of one thread.
+pub(crate) fn scratch_floats(n_experts: usize) -> usize {
+    AREAS * n_experts.next_multiple_of(LANES)
+}
+
+impl Kernel for Route<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         for t in self.rows.clone() {
             // SAFETY: the verb has checked logits and results, and that `top_k <= n_experts`.
-            unsafe {
-                softmax(s, self.logits.row(t), self.n_experts, self.scratch);
-                let all = std::slice::from_raw_parts(self.scratch, self.n_experts);
-                let ids = std::slice::from_raw_parts_mut(self.ids.row(t).cast(), self.top_k);
-                choose(all, ids);
-                let weights = std::slice::from_raw_parts_mut(self.weights.row(t), self.top_k);
-                for (weight, id) in weights.iter_mut().zip(ids.iter()) {
-                    *weight = all[*id as usize];
+            unsafe { self.row(s, t) };
+        }
+    }
+}
+
+impl Route<'_> {
+    #[inline(always)]
+    unsafe fn row<S: Simd>(&self, s: S, t: usize) {
+        let n = self.n_experts;
+        let area = |i: usize| self.scratch.wrapping_add(i * n.next_multiple_of(LANES));
+        // SAFETY: as the caller promises; areas are disjoint, of `n` and a vector's worth.
+        unsafe {
+            let logits = self.logits.row(t);
+            match self.scores {
+                Scores::Softmax => softmax(s, logits, n, area(0)),
+                Scores::Sigmoid => sigmoids(s, logits, n, area(0)),
+                Scores::SoftmaxOfChosen => std::ptr::copy_nonoverlapping(logits, area(0), n),
+            }
+            let scores = std::slice::from_raw_parts(area(0), n);
+            let ids = std::slice::from_raw_parts_mut(self.ids.row(t).cast(), self.top_k);
+            if self.bias.is_none() && self.groups.is_none() {
+                choose(scores, ids);
+            } else {
+                let by = std::slice::from_raw_parts_mut(area(1), n);
+                by.copy_from_slice(scores);
+                for (by, bias) in by.iter_mut().zip(self.bias.unwrap_or_default()) {
+                    *by += bias;
                 }
-                if self.renormalise {
-                    let sum = weights.iter().fold(0.0, |sum, w| sum + w);
-                    for weight in weights {
-                        *weight /= sum;
-                    }
+                if let Some(groups) = self.groups {
+                    let of_groups = std::slice::from_raw_parts_mut(area(2), groups.count);
+                    let kept = std::slice::from_raw_parts_mut(area(3).cast(), groups.kept);
+                    keep_groups(by, of_groups, kept);
                 }
+                choose(by, ids);
+            }
+            let weights = std::slice::from_raw_parts_mut(self.weights.row(t), self.top_k);
+            for (weight, id) in weights.iter_mut().zip(ids.iter()) {
+                *weight = scores[*id as usize];
+            }
+            if self.scores == Scores::SoftmaxOfChosen {
+                softmax(s, weights.as_ptr(), self.top_k, area(1));
+                std::ptr::copy_nonoverlapping(area(1), weights.as_mut_ptr(), self.top_k);
+            }
+            self.finish(ids, weights);
+        }
+    }
+
+    /// From chosen scores to weights.
+    #[inline(always)]
+    fn finish(&self, ids: &[u32], weights: &mut [f32]) {
+        if let Some(eps) = self.renormalise {
+            let sum = weights.iter().fold(0.0, |sum, w| sum + w) + eps;
+            for weight in weights.iter_mut() {
+                *weight /= sum;
             }
         }
+        for (weight, id) in weights.iter_mut().zip(ids) {
+            *weight *= self.factor;
+            if let Some(factors) = self.expert_factor {
+                *weight *= factors[*id as usize];
+            }
+        }
+    }
+}
+
+/// Puts minus infinity where a group is not among the best `kept.len()`.
+fn keep_groups(by: &mut [f32], scores: &mut [f32], kept: &mut [u32]) {
+    let size = by.len() / scores.len();
+    for (group, score) in by.chunks_exact(size).zip(scores.iter_mut()) {
+        let mut best = [0; 2];
+        let best = &mut best[..size.min(2)];
+        choose(group, best);
+        *score = best.iter().fold(0.0, |sum, i| sum + group[*i as usize]);
+    }
+    choose(scores, kept);
+    for (group, by) in by.chunks_exact_mut(size).enumerate() {
+        if !kept.contains(&(group as u32)) {
+            by.fill(f32::NEG_INFINITY);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn sigmoids<S: Simd>(s: S, x: *const f32, n: usize, out: *mut f32) {
+    for i in (0..n).step_by(LANES) {
+        // SAFETY: `n` elements of x, and whole vectors of `out`.
+        unsafe { s.store(out.add(i), sigmoid(s, s.load_part(x.add(i), LANES.min(n - i)))) };
     }
 }
 
@@ -74,14 +158,14 @@ unsafe fn softmax<S: Simd>(s: S, x: *const f32, n: usize, out: *mut f32) {
     }
 }
 
-/// The greatest, descending; of equal ones the lower index first. Where nothing can be compared
-/// (NaN), the first.
+/// The greatest, descending; of equal ones the lower index first. NaN counts as least.
 fn choose(all: &[f32], ids: &mut [u32]) {
     let k = ids.len();
-    for (i, w) in all.iter().enumerate() {
-        let mut at = k.min(i);
+    let rank = |i: usize| if all[i].is_nan() { f32::NEG_INFINITY } else { all[i] };
+    for i in 0..all.len() {
+        let (rank_i, mut at) = (rank(i), k.min(i));
         // Later ones pass only those that they exceed.
-        while at > 0 && *w > all[ids[at - 1] as usize] {
+        while at > 0 && rank_i > rank(ids[at - 1] as usize) {
             at -= 1;
         }
         if at < k {
@@ -185,6 +269,7 @@ mod tests {
         assert_eq!(chosen(&[1.0, 2.0, 3.0], 3), [2, 1, 0]);
         assert_eq!(chosen(&[f32::NAN; 5], 2), [0, 1]);
         assert_eq!(chosen(&[3.0, 1.0, 2.0, 4.0], 1), [3]);
+        assert_eq!(chosen(&[f32::NAN, 1.0, f32::NAN, 2.0], 3), [3, 1, 0]);
     }
 
     #[test]

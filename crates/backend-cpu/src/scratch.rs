@@ -6,8 +6,9 @@ use crate::canonical::BLOCK;
 use crate::linear::FLOAT_ROWS;
 use crate::memory::Memory;
 use crate::quantise::{Quantised, Rounding};
+use crate::route::scratch_floats;
 use crate::view::Mat;
-use snowmelt_backend::Limits;
+use snowmelt_backend::{Limits, PAGE_TOKENS};
 use std::ops::Range;
 
 /// Most (row, choice) pairs that pass through an expert's inner width at a time. More are done in
@@ -22,6 +23,8 @@ pub(crate) struct Sizes {
     pub(crate) choices: usize,
     pub(crate) d_expert: usize,
     pub(crate) experts: usize,
+    /// f32 of block keys.
+    pub(crate) pooled: usize,
     /// f32 of each thread.
     pub(crate) thread: usize,
 }
@@ -29,13 +32,16 @@ pub(crate) struct Sizes {
 impl Sizes {
     pub(crate) fn of(limits: &Limits) -> Self {
         let d_in = limits.d_in.max(limits.d_expert).max(limits.d_model);
+        let blocks = limits.context_tokens.checked_div(limits.index_ratio).unwrap_or(0);
+        let thread = thread_floats(d_in, limits.d_head, limits.n_experts, limits.top_k);
         Self {
             rows: limits.rows,
             d_in,
             choices: limits.rows * limits.top_k,
             d_expert: limits.d_expert,
             experts: limits.n_experts,
-            thread: thread_floats(d_in, limits.d_head, limits.n_experts, limits.top_k),
+            pooled: blocks * limits.d_index,
+            thread: thread.max(index_floats(blocks, limits.d_index)),
         }
     }
 
@@ -46,15 +52,22 @@ impl Sizes {
             choices: self.choices.max(other.choices),
             d_expert: self.d_expert.max(other.d_expert),
             experts: self.experts.max(other.experts),
+            pooled: self.pooled.max(other.pooled),
             thread: self.thread.max(other.thread),
         }
     }
 }
 
-/// f32 that one thread needs: rows of decoded weights, or sums of heads, or weights of experts, or
-/// an order of choices.
+/// f32 that one thread needs: rows of decoded weights, or sums of heads, or what a router works
+/// in, or an order of choices.
 pub(crate) fn thread_floats(d_in: usize, d_head: usize, experts: usize, top_k: usize) -> usize {
-    (FLOAT_ROWS * d_in).max(HEADS * d_head).max(experts.next_multiple_of(16)).max(top_k)
+    (FLOAT_ROWS * d_in).max(HEADS * d_head).max(scratch_floats(experts)).max(top_k)
+}
+
+/// f32 that one thread needs of `index_select`: scores of blocks, then their order; or the angles
+/// of a block key of `d_index`.
+pub(crate) fn index_floats(blocks: usize, d_index: usize) -> usize {
+    (2 * blocks.next_multiple_of(PAGE_TOKENS)).max(d_index)
 }
 
 /// Where each region begins, in bytes.
@@ -70,6 +83,7 @@ struct Plan {
     rows: usize,
     pair_rows: usize,
     pair_outs: usize,
+    pooled: usize,
     threads: usize,
     thread_bytes: usize,
     total: usize,
@@ -98,6 +112,7 @@ impl Plan {
         let rows = take(4 * sizes.rows);
         let pair_rows = take(4 * sizes.choices);
         let pair_outs = take(4 * sizes.choices);
+        let pooled = take(4 * sizes.pooled);
         let thread_bytes = (4 * sizes.thread).next_multiple_of(64);
         let threads = take(threads * thread_bytes);
         Self {
@@ -111,6 +126,7 @@ impl Plan {
             rows,
             pair_rows,
             pair_outs,
+            pooled,
             threads,
             thread_bytes,
             total: plan.total,
@@ -202,6 +218,11 @@ impl Scratch {
                 pair_outs: list(plan.pair_outs, choices),
             }
         }
+    }
+
+    /// Keys of blocks.
+    pub(crate) fn pooled(&self) -> *mut f32 {
+        self.at(self.plan.pooled)
     }
 
     /// Memory of every thread.

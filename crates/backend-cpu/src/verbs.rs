@@ -1,27 +1,30 @@
 //! The verbs: each checks its operands and splits its work over threads.
 #![allow(unsafe_code)]
 
-use crate::attention::{Attend, Cache, HEADS, Store};
+use crate::attention::{Attend, Cache, HEADS, Sight, Store};
 use crate::backend::{CpuBackend, CpuPass, Run};
 use crate::buf::{CpuBuf, CpuWeight};
-use crate::elementwise::{Add, Op, SigmoidGate, Swiglu, Zip};
+use crate::elementwise::{Add, Map, Op, Zip};
+use crate::heads::linear_heads;
+use crate::index::index_select;
 use crate::math::{exp_one, sigmoid_one, softplus};
 use crate::matmul::linear;
 use crate::memory::Memory;
 use crate::moe::{Ffn, moe_ffn};
-use crate::norm::{Norm, Rope};
+use crate::norm::{self, Rope};
 use crate::recurrent::{Conv, Delta, column_pieces};
 use crate::route::{Join, Route};
 use crate::scratch::{Scratch, Sizes, thread_floats};
 use crate::simd::LANES;
 use crate::slab::CpuSlab;
+use crate::streams::{AddStreams, Mix, RowGate};
 use half::{bf16, f16};
 use snowmelt_backend::{
-    Attention, Backend, BufType, DeltaStep, Experts, Gate, HostRecords, Limits, MoeFfn,
-    PAGE_TOKENS, Pairing, Routed, Router, Rows, Shared, View,
+    Attention, Backend, BufType, DeltaStep, Experts, Glu, Groups, HeadRows, HostRecords,
+    IndexSelect, Limits, MoeFfn, Norm, PAGE_TOKENS, Pairing, Routed, Router, Rows, Selection,
+    Shared, Unary, View,
 };
 use snowmelt_weights::Encoding;
-use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -123,35 +126,15 @@ impl Backend for CpuBackend {
         });
     }
 
-    fn rms_norm(
+    fn norm(
         &self,
         _: &mut CpuPass,
         x: Operand<'_>,
-        w: &CpuWeight,
-        heads: usize,
-        eps: f32,
+        args: &Norm<'_, CpuWeight, CpuBuf>,
         n: usize,
         out: Operand<'_>,
     ) {
-        let run = self.core.enter();
-        let d = w.shape()[1];
-        let (x, out) = (run.mat(x, n, heads * d), run.mat(out, n, heads * d));
-        let w = Some(w.vector(d));
-        norm(&run, n, &Norm { w, d, eps, mean: true, ..Norm::of(x, out, heads) });
-    }
-
-    fn l2_norm(
-        &self,
-        _: &mut CpuPass,
-        x: Operand<'_>,
-        [heads, d]: [usize; 2],
-        eps: f32,
-        factor: f32,
-        n: usize,
-    ) {
-        let run = self.core.enter();
-        let x = run.mat(x, n, heads * d);
-        norm(&run, n, &Norm { d, eps, factor, ..Norm::of(x, x, heads) });
+        norm(&self.core.enter(), x, args, n, out);
     }
 
     fn linear(&self, _: &mut CpuPass, x: Operand<'_>, w: &CpuWeight, n: usize, out: Operand<'_>) {
@@ -159,30 +142,132 @@ impl Backend for CpuBackend {
     }
 
     fn add(&self, _: &mut CpuPass, x: Operand<'_>, y: Operand<'_>, width: usize, n: usize) {
-        zip::<Add>(&self.core.enter(), [x, y, x], width, n);
+        zip(&self.core.enter(), Add, [x, y, x], width, n);
     }
 
-    fn swiglu(
+    fn linear_heads(
         &self,
         _: &mut CpuPass,
+        x: Operand<'_>,
+        w: &CpuWeight,
+        heads: &HeadRows,
+        n: usize,
+        out: Operand<'_>,
+    ) {
+        linear_heads(&mut self.core.enter(), x, w, heads, n, out);
+    }
+
+    fn copy_heads(
+        &self,
+        _: &mut CpuPass,
+        x: Operand<'_>,
+        [heads, x_head, out_head, width]: [usize; 4],
+        n: usize,
+        out: Operand<'_>,
+    ) {
+        let run = self.core.enter();
+        let Some(last) = heads.checked_sub(1) else { return };
+        let (x, out) =
+            (run.mat(x, n, last * x_head + width), run.mat(out, n, last * out_head + width));
+        run.tools.split(n, n * heads * width, |_, share| {
+            for t in share {
+                for h in 0..heads {
+                    // SAFETY: both lie inside; the views may share a buffer.
+                    unsafe { std::ptr::copy(x.at(t, h * x_head), out.at(t, h * out_head), width) };
+                }
+            }
+        });
+    }
+
+    fn glu(
+        &self,
+        _: &mut CpuPass,
+        f: Glu,
         gate: Operand<'_>,
         up: Operand<'_>,
         width: usize,
         n: usize,
         out: Operand<'_>,
     ) {
-        zip::<Swiglu>(&self.core.enter(), [gate, up, out], width, n);
+        zip(&self.core.enter(), f, [gate, up, out], width, n);
     }
 
-    fn sigmoid_gate(
+    fn activate(&self, _: &mut CpuPass, f: Unary, x: Operand<'_>, width: usize, n: usize) {
+        let run = self.core.enter();
+        let x = run.mat(x, n, width);
+        // The functions take as long as some additions.
+        blocks(&run, n, width, 8, |rows, columns| Map { f, x, rows, columns });
+    }
+
+    fn stream_mix(
         &self,
         _: &mut CpuPass,
         x: Operand<'_>,
-        z: Operand<'_>,
-        width: usize,
+        gate: Operand<'_>,
+        [streams, d]: [usize; 2],
+        n: usize,
+        out: Operand<'_>,
+    ) {
+        let run = self.core.enter();
+        let [x, gate] = [x, gate].map(|view| run.mat(view, n, streams * d));
+        let out = run.mat(out, n, d);
+        blocks(&run, n, d, 8 * streams, |rows, columns| Mix {
+            x,
+            gate,
+            out,
+            streams,
+            d,
+            rows,
+            columns,
+        });
+    }
+
+    fn stream_join(
+        &self,
+        _: &mut CpuPass,
+        x: Operand<'_>,
+        y: Operand<'_>,
+        inject: Option<Operand<'_>>,
+        [streams, d]: [usize; 2],
         n: usize,
     ) {
-        zip::<SigmoidGate>(&self.core.enter(), [x, z, x], width, n);
+        let run = self.core.enter();
+        let (x, y) = (run.mat(x, n, streams * d), run.mat(y, n, d));
+        let inject = inject.map(|inject| run.mat(inject, n, streams));
+        let items = n * streams;
+        run.tools.kernels(items, 2 * items * d, |_, items| AddStreams {
+            x,
+            y,
+            inject,
+            streams,
+            d,
+            items,
+        });
+    }
+
+    fn row_gate(
+        &self,
+        _: &mut CpuPass,
+        key: Operand<'_>,
+        query: Operand<'_>,
+        value: Operand<'_>,
+        [streams, d]: [usize; 2],
+        n: usize,
+        out: Operand<'_>,
+    ) {
+        let run = self.core.enter();
+        let [key, query, out] = [key, query, out].map(|view| run.mat(view, n, streams * d));
+        let value = run.mat(value, n, d);
+        let items = n * streams;
+        run.tools.kernels(items, 4 * items * d, |_, items| RowGate {
+            key,
+            query,
+            value,
+            out,
+            streams,
+            d,
+            items,
+        });
     }
 
     fn rotary_table(
@@ -240,11 +325,20 @@ impl Backend for CpuBackend {
     fn attention(
         &self,
         _: &mut CpuPass,
-        args: &Attention<'_, CpuBuf>,
+        args: &Attention<'_, CpuWeight, CpuBuf>,
         rows: &Rows,
         out: Operand<'_>,
     ) {
         attention(&mut self.core.enter(), args, rows, out);
+    }
+
+    fn index_select(
+        &self,
+        _: &mut CpuPass,
+        args: &IndexSelect<'_, CpuWeight, CpuBuf>,
+        rows: &Rows,
+    ) -> Selection<CpuBuf> {
+        index_select(&mut self.core.enter(), args, rows)
     }
 
     fn causal_conv(
@@ -252,6 +346,7 @@ impl Backend for CpuBackend {
         _: &mut CpuPass,
         x: Operand<'_>,
         w: &CpuWeight,
+        dilation: usize,
         state: &CpuBuf,
         rows: &Rows,
         out: Operand<'_>,
@@ -260,7 +355,7 @@ impl Backend for CpuBackend {
         let [channels, taps] = w.shape();
         let n = rows.len();
         let (x, out) = (run.mat(x, n, channels), run.mat(out, n, channels));
-        let state = run.dense(state, fixed_rows(rows) * (taps - 1), channels);
+        let state = run.dense(state, fixed_rows(rows) * dilation * (taps - 1), channels);
         let w = w.transposed();
         // The nonlinearity takes as long as some additions.
         run.tools.kernels(channels.div_ceil(LANES), n * channels * (taps + 8), |_, chunks| Conv {
@@ -270,6 +365,7 @@ impl Backend for CpuBackend {
             state,
             channels,
             taps,
+            dilation,
             rows,
             chunks,
         });
@@ -309,34 +405,15 @@ impl Backend for CpuBackend {
         delta_step(&self.core.enter(), args, rows, out);
     }
 
-    fn gated_norm(
-        &self,
-        _: &mut CpuPass,
-        x: Operand<'_>,
-        z: Operand<'_>,
-        w: &CpuWeight,
-        heads: usize,
-        eps: f32,
-        gate: Gate,
-        n: usize,
-    ) {
-        let run = self.core.enter();
-        let d = w.shape()[1];
-        let (x, z) = (run.mat(x, n, heads * d), run.mat(z, n, heads * d));
-        let (w, z) = (Some(w.vector(d)), Some((z, gate)));
-        norm(&run, n, &Norm { w, z, d, eps, mean: true, ..Norm::of(x, x, heads) });
-    }
-
     fn route(
         &self,
         _: &mut CpuPass,
         logits: Operand<'_>,
-        shape: [usize; 2],
-        router: Router,
+        router: &Router<'_, CpuWeight>,
         n: usize,
         scratch: [&CpuBuf; 2],
     ) -> Routed<CpuBuf> {
-        route(&mut self.core.enter(), logits, shape, router, n, scratch)
+        route(&mut self.core.enter(), logits, router, n, scratch)
     }
 
     fn moe_ffn(
@@ -418,51 +495,107 @@ fn fixed_rows(rows: &Rows) -> usize {
     rows.sequences().iter().map(|sequence| sequence.fixed as usize + 1).max().unwrap_or(0)
 }
 
-fn zip<O: Op>(run: &Run<'_>, operands: [Operand<'_>; 3], width: usize, n: usize) {
-    let [a, b, out] = operands.map(|view| run.mat(view, n, width));
+/// One more than the greatest page of a step.
+pub(crate) fn page_end(rows: &Rows) -> usize {
+    let sequences = rows.sequences().iter();
+    sequences.flat_map(|sequence| rows.pages(sequence)).max().map_or(0, |page| *page as usize + 1)
+}
+
+/// Splits `[n, width]` over threads: by rows, or by columns where there is one row.
+fn blocks<K: crate::simd::Kernel>(
+    run: &Run<'_>,
+    n: usize,
+    width: usize,
+    work: usize,
+    kernel: impl Fn(Range<usize>, Range<usize>) -> K + Sync,
+) {
     if n == 1 {
-        // One row is divided by columns.
-        return run.tools.kernels(width.div_ceil(LANES), 2 * width, |_, share| {
-            let columns = share.start * LANES..(share.end * LANES).min(width);
-            Zip::<O> { a, b, out, rows: 0..1, columns, op: PhantomData }
+        return run.tools.kernels(width.div_ceil(LANES), work * width, |_, share| {
+            kernel(0..1, share.start * LANES..(share.end * LANES).min(width))
         });
     }
-    run.tools.kernels(n, 2 * n * width, |_, rows| Zip::<O> {
-        a,
-        b,
+    run.tools.kernels(n, work * n * width, |_, rows| kernel(rows, 0..width));
+}
+
+fn zip<O: Op>(run: &Run<'_>, op: O, operands: [Operand<'_>; 3], width: usize, n: usize) {
+    let [a, b, out] = operands.map(|view| run.mat(view, n, width));
+    blocks(run, n, width, 2, |rows, columns| Zip { a, b, out, rows, columns, op });
+}
+
+fn norm(
+    run: &Run<'_>,
+    x: Operand<'_>,
+    args: &Norm<'_, CpuWeight, CpuBuf>,
+    n: usize,
+    out: Operand<'_>,
+) {
+    let &Norm { spread, heads, d, eps, factor, .. } = args;
+    let width = heads * d;
+    let (x, out) = (run.mat(x, n, width), run.mat(out, n, width));
+    let gate = args.gate.map(|(z, f)| (run.mat(z, n, width), f));
+    // A vector for all heads, or one for each.
+    let vector = |w: &'_ CpuWeight| if w.shape()[1] == d { d } else { width };
+    let [w, bias] = [args.w, args.bias].map(|w| w.map(|w| w.vector(vector(w))));
+    let items = n * heads;
+    run.tools.kernels(items, 4 * items * d, |_, items| norm::Norm {
+        x,
         out,
-        rows,
-        columns: 0..width,
-        op: PhantomData,
+        spread,
+        w,
+        bias,
+        gate,
+        heads,
+        d,
+        eps,
+        factor,
+        items,
     });
 }
 
-fn norm(run: &Run<'_>, n: usize, norm: &Norm<'_>) {
-    let items = n * norm.heads;
-    let work = 4 * items * norm.d;
-    run.tools.kernels(items, work, |_, items| Norm { items, ..norm.clone() });
+/// Writes keys and values; `[keys, values]`.
+fn store(run: &Run<'_>, args: &Attention<'_, CpuWeight, CpuBuf>, rows: &Rows) -> [Cache; 2] {
+    let &Attention { n_kv_heads, d_key, d_value, .. } = args;
+    let (n, tokens) = (rows.len(), page_end(rows) * PAGE_TOKENS);
+    let one = |x: Option<Operand<'_>>, cache: &CpuBuf, width: usize| {
+        let ptr = run.bytes(cache, &(0..tokens * width));
+        let cache = Cache { ptr, ty: cache.ty() };
+        if let Some(x) = x {
+            let x = run.mat(x, n, width);
+            run.tools.kernels(n, n * width, |_, range| Store { x, cache, width, rows, range });
+        }
+        cache
+    };
+    let k = one(args.k, args.k_cache, n_kv_heads * d_key);
+    assert!(args.v_cache.is_some() || d_value <= d_key, "values of {d_value} in keys of {d_key}");
+    assert!(args.v_cache.is_some() || args.v.is_none(), "values without a cache");
+    [k, args.v_cache.map_or(k, |cache| one(args.v, cache, n_kv_heads * d_value))]
 }
 
-fn attention(run: &mut Run<'_>, args: &Attention<'_, CpuBuf>, rows: &Rows, out: Operand<'_>) {
-    let Attention { n_heads, n_kv_heads, d_head, scale, .. } = *args;
+fn attention(
+    run: &mut Run<'_>,
+    args: &Attention<'_, CpuWeight, CpuBuf>,
+    rows: &Rows,
+    out: Operand<'_>,
+) {
+    let &Attention { n_heads, n_kv_heads, d_key, d_value, scale, window, .. } = args;
     assert!(n_heads.is_multiple_of(n_kv_heads), "{n_heads} heads over {n_kv_heads}");
     let n = rows.len();
-    let width = n_kv_heads * d_head;
-    let (q, out) = (run.mat(args.q, n, n_heads * d_head), run.mat(out, n, n_heads * d_head));
-    let sequences = rows.sequences().iter();
-    let pages = sequences.flat_map(|sequence| rows.pages(sequence)).max().map_or(0, |p| p + 1);
-    let elements = pages as usize * PAGE_TOKENS * width;
-    let caches = [(args.k, args.k_cache), (args.v, args.v_cache)].map(|(x, cache)| {
-        let ptr = run.bytes(cache, &(0..elements));
-        (run.mat(x, n, width), Cache { ptr, ty: cache.ty() })
+    let (q, out) = (run.mat(args.q, n, n_heads * d_key), run.mat(out, n, n_heads * d_value));
+    let [k, v] = store(run, args, rows);
+    let v_head = if args.v_cache.is_some() { d_value } else { d_key };
+    let sinks = args.sinks.map(|sinks| sinks.vector(n_heads));
+    let selection = args.selection.map(|Selection { ids, top, ratio }| {
+        assert!(*ratio > 0, "blocks of no tokens");
+        (run.dense(ids, n, 1 + top), *ratio)
     });
-    for (x, cache) in caches {
-        run.tools.kernels(n, n * width, |_, range| Store { x, cache, width, rows, range });
-    }
-    let [k, v] = caches.map(|(_, cache)| cache);
-    run.reserve(Sizes { thread: thread_floats(0, d_head, 0, 0), ..Sizes::default() });
+    let sight = Sight { window, selection };
+    run.reserve(Sizes { thread: thread_floats(0, d_key.max(d_value), 0, 0), ..Sizes::default() });
     let areas = run.scratch.thread_areas();
-    let keys: usize = rows.rows().iter().map(|row| row.position as usize + 1).sum();
+    let most = window.unwrap_or(usize::MAX).min(match args.selection {
+        Some(Selection { top, ratio, .. }) => (top + 1) * ratio,
+        None => usize::MAX,
+    });
+    let keys: usize = rows.rows().iter().map(|row| most.min(row.position as usize + 1)).sum();
     let make = |thread, items| Attend {
         isa: run.tools.isa,
         q,
@@ -471,8 +604,12 @@ fn attention(run: &mut Run<'_>, args: &Attention<'_, CpuBuf>, rows: &Rows, out: 
         v,
         n_heads,
         n_kv_heads,
-        d_head,
+        d_key,
+        d_value,
+        v_head,
         scale,
+        sinks,
+        sight,
         rows,
         items,
         scratch: areas.of(thread),
@@ -483,7 +620,7 @@ fn attention(run: &mut Run<'_>, args: &Attention<'_, CpuBuf>, rows: &Rows, out: 
     let groups = (n * n_heads).div_ceil(group);
     let tools = run.tools;
     let threads = tools.threads();
-    if threads == 1 || keys * n_heads * d_head * 2 < crate::backend::FORK {
+    if threads == 1 || keys * n_heads * (d_key + d_value) < crate::backend::FORK {
         return crate::simd::dispatch(tools.isa, make(0, 0..n * n_heads));
     }
     tools.all(|thread| {
@@ -523,13 +660,18 @@ fn delta_step(run: &Run<'_>, args: &DeltaStep<'_, CpuBuf>, rows: &Rows, out: Ope
 fn route(
     run: &mut Run<'_>,
     logits: Operand<'_>,
-    [n_experts, top_k]: [usize; 2],
-    router: Router,
+    router: &Router<'_, CpuWeight>,
     n: usize,
     [ids, weights]: [&CpuBuf; 2],
 ) -> Routed<CpuBuf> {
+    let &Router { n_experts, top_k, scores, groups, renormalise, factor, .. } = router;
     assert!(top_k <= n_experts, "{top_k} of {n_experts} experts");
-    let Router::Softmax { renormalise } = router else { panic!("no router {router:?} here") };
+    if let Some(Groups { count, kept }) = groups {
+        let fits = count > 0 && n_experts.is_multiple_of(count) && kept <= count;
+        assert!(fits, "{kept} of {count} groups of {n_experts} experts");
+    }
+    let [bias, expert_factor] =
+        [router.choice_bias, router.expert_factor].map(|w| w.map(|w| w.vector(n_experts)));
     let logits = run.mat(logits, n, n_experts);
     let routed = Routed { ids: ids.clone(), weights: weights.clone(), n, top_k };
     let [ids, weights] = [ids, weights].map(|buf| run.dense(buf, n, top_k));
@@ -541,7 +683,12 @@ fn route(
         weights,
         n_experts,
         top_k,
+        scores,
+        bias,
+        groups,
         renormalise,
+        factor,
+        expert_factor,
         rows,
         scratch: areas.of(thread),
     });
@@ -567,6 +714,8 @@ mod tests {
             context_tokens: 4096,
             n_heads: 8,
             d_head: 64,
+            d_index: 48,
+            index_ratio: 3,
         };
         b.prepare(&limits);
         assert_eq!(b.scratch_taken(), b.scratch_bytes(&limits));
