@@ -131,7 +131,7 @@ fn given_ids(args: &BenchArgs, checkpoint: &Checkpoint) -> Result<Option<Vec<u32
 /// `wanted` ids of the given or the built-in text, again and again where it is short.
 fn prompt_ids(args: &BenchArgs, checkpoint: &Checkpoint, wanted: usize) -> Result<Vec<u32>> {
     let tokenizer = model::tokenizer(checkpoint)?;
-    let n_vocab = snowmelt_model::census(checkpoint)?.n_vocab as u32;
+    let n_vocab = snowmelt_model::census(checkpoint, args.engine.model_options())?.n_vocab as u32;
     let text = match (given_ids(args, checkpoint)?, tokenizer) {
         (Some(ids), _) => ids,
         (None, Some(tokenizer)) => tokenizer.encode_with(TEXT, Specials::Parse, true)?,
@@ -160,7 +160,7 @@ impl Round {
 }
 
 fn measure(args: &BenchArgs, name: &str, checkpoint: &Checkpoint, ui: Ui) -> Result<ExitCode> {
-    let context_max = snowmelt_model::census(checkpoint)?.context_max;
+    let context_max = snowmelt_model::census(checkpoint, args.engine.model_options())?.context_max;
     let generate = args.generate as usize;
     let room = context_max.saturating_sub(generate).max(1);
     let prompt = args.prompt.map_or(room.min(512), |tokens| tokens as usize);

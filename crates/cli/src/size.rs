@@ -80,6 +80,21 @@ impl FromStr for Memory {
     }
 }
 
+/// The size of a cache: bytes, nothing else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CacheSize(pub(crate) u64);
+
+impl FromStr for CacheSize {
+    type Err = BadSize;
+
+    fn from_str(text: &str) -> Result<Self, BadSize> {
+        match text.parse()? {
+            Memory::Bytes(bytes) => Ok(Self(bytes)),
+            Memory::Auto | Memory::Percent(_) => Err(BadSize("expected a size such as `64MiB`")),
+        }
+    }
+}
+
 /// Bytes in the unit that reads best.
 pub(crate) struct Bytes(pub(crate) u64);
 
@@ -112,7 +127,7 @@ pub(crate) fn count(n: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{Bytes, Memory};
+    use super::{Bytes, CacheSize, Memory};
 
     #[test]
     fn sizes_are_read() {
@@ -163,6 +178,10 @@ mod tests {
         for text in bad {
             assert!(text.parse::<Memory>().is_err(), "{text}");
         }
+        for text in ["auto", "50%", "x"] {
+            assert!(text.parse::<CacheSize>().is_err(), "{text}");
+        }
+        assert_eq!("2MiB".parse(), Ok(CacheSize(2 << 20)));
     }
 
     #[test]

@@ -14,17 +14,21 @@ mod config;
 mod error;
 mod experts;
 mod loader;
+mod ngram;
 mod registry;
 mod rotary;
+mod tables;
 
 mod deepseek;
 mod llama;
 mod qwen3_5;
 mod qwen3_moe;
 mod qwen3_next;
+mod qwen4_exp;
 
 pub use census::{Census, TrunkTensor};
 pub use error::ModelError;
 pub use experts::{ExpertTable, Span};
 pub use loader::{Loader, StateDecl, StateKind, Use, WeightLoader};
-pub use registry::{Decoder, FAMILIES, Loaded, Step, census, load};
+pub use registry::{Decoder, FAMILIES, Loaded, ModelOptions, Qsa, Step, census, load};
+pub use tables::{RowTable, TableShape, TableShard};
