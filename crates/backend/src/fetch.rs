@@ -1,4 +1,4 @@
-//! How a model asks for routed experts. The engine implements these traits over `expert-store`.
+//! How a model asks for routed experts and for rows of tables on disk. The engine implements these traits over `expert-store`.
 
 use crate::verbs::Backend;
 use std::error::Error;
@@ -110,6 +110,16 @@ pub enum StepError {
         /// The store's reason.
         source: Arc<dyn Error + Send + Sync>,
     },
+    /// A row of a table could not be had.
+    #[error("row {row} of `{table}` could not be read")]
+    Row {
+        /// Name of the table.
+        table: Arc<str>,
+        /// Row index.
+        row: u64,
+        /// The store's reason.
+        source: Arc<dyn Error + Send + Sync>,
+    },
     /// The device went away; what was recorded is lost. Verbs report nothing, reads report this.
     #[error("the device was lost")]
     DeviceLost,
@@ -194,6 +204,19 @@ pub trait ExpertSet {
         ready: &mut Vec<Ready>,
         failed: &mut Vec<(u32, StepError)>,
     ) -> Result<bool, StepError>;
+}
+
+/// Source of rows of tables that never become resident, such as embeddings of n-grams: a step
+/// needs few rows of them, and knows which from its tokens alone.
+pub trait RowFetch: fmt::Debug {
+    /// Begins to read rows of a table for this step, once a table and step; returns at once. A
+    /// step that is not taken to its end leaves nothing behind.
+    fn request(&mut self, table: usize, rows: &mut dyn Iterator<Item = u64>);
+
+    /// Waits for what [`Self::request`] asked of this table: its rows in that order, f32,
+    /// `[rows, width]`. A row that could not be read is NaN, and `failed` hears of it by its place
+    /// in the request.
+    fn wait(&mut self, table: usize, failed: &mut dyn FnMut(usize, &StepError)) -> &[f32];
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 //! * Every verb that touches state takes [`Rows`]: batching is in the signatures, so one sequence
 //!   is merely a batch of one.
 //! * [`ExpertFetch`] is how a model asks for routed experts; [`moe_block`] is the one loop that
-//!   does it.
+//!   does it. [`RowFetch`] is how it asks for single rows of a table that stays on disk.
 //! * [`reference`](mod@reference) is the naive implementation in scalar f32, the oracle;
 //!   [`conformance`] holds any other backend to it.
 //!
@@ -34,7 +34,7 @@ mod verbs;
 pub mod conformance;
 pub mod reference;
 
-pub use fetch::{ExpertFetch, ExpertSet, Failures, PinOwner, Ready, Routes, StepError};
+pub use fetch::{ExpertFetch, ExpertSet, Failures, PinOwner, Ready, Routes, RowFetch, StepError};
 pub use layout::{ExpertLayout, MatrixBytes, MatrixLayout, Order, Scales};
 pub use moe::{MoeBlock, MoeWork, RouteObserver, moe_block};
 pub use rows::{PAGE_TOKENS, Row, Rows, RowsDraft, Sequence};

@@ -25,6 +25,7 @@ pub struct Sequence {
     /// Row of per-sequence buffers `[n_fixed, len]`.
     pub fixed: u32,
     pages: Range<usize>,
+    history: Range<usize>,
 }
 
 /// What a [`Rows`] holds while it is being written.
@@ -33,6 +34,7 @@ pub struct RowsDraft {
     rows: Vec<Row>,
     sequences: Vec<Sequence>,
     pages: Vec<u32>,
+    history: Vec<u32>,
     outputs: Vec<u32>,
 }
 
@@ -43,7 +45,20 @@ impl RowsDraft {
         let (rows, first) = (self.rows.len(), self.pages.len());
         self.pages.extend(pages);
         let pages = first..self.pages.len();
-        self.sequences.push(Sequence { rows: rows..rows, fixed, pages });
+        let history = self.history.len()..self.history.len();
+        self.sequences.push(Sequence { rows: rows..rows, fixed, pages, history });
+    }
+
+    /// The last tokens of the sequence begun last that come before its first row, oldest first:
+    /// as many as the family looks back at, fewer where the sequence is younger.
+    ///
+    /// # Panics
+    /// Without a sequence.
+    pub fn history(&mut self, tokens: &[u32]) {
+        let sequence = self.sequences.last_mut().expect("a sequence was begun");
+        let first = self.history.len();
+        self.history.extend_from_slice(tokens);
+        sequence.history = first..self.history.len();
     }
 
     /// Adds the next row of the sequence begun last; `output`: logits of this row are wanted.
@@ -87,17 +102,20 @@ impl Rows {
         draft.rows.clear();
         draft.sequences.clear();
         draft.pages.clear();
+        draft.history.clear();
         draft.outputs.clear();
         write(draft);
     }
 
-    /// Reserves memory, so that a later [`Self::rewrite`] within these sizes does not allocate.
-    pub fn reserve(&mut self, rows: usize, sequences: usize, pages: usize) {
+    /// Reserves memory, so that a later [`Self::rewrite`] within these sizes does not allocate;
+    /// `history`: tokens of all sequences together.
+    pub fn reserve(&mut self, rows: usize, sequences: usize, pages: usize, history: usize) {
         self.rewrite(|draft| {
             draft.rows.reserve(rows);
             draft.outputs.reserve(rows);
             draft.sequences.reserve(sequences);
             draft.pages.reserve(pages);
+            draft.history.reserve(history);
         });
     }
 
@@ -131,6 +149,11 @@ impl Rows {
         &self.0.pages[sequence.pages.clone()]
     }
 
+    /// The last tokens of a sequence before its first row, oldest first.
+    pub fn history(&self, sequence: &Sequence) -> &[u32] {
+        &self.0.history[sequence.history.clone()]
+    }
+
     /// Row of a per-token buffer `[n_pages * PAGE_TOKENS, width]` that holds `position`.
     pub fn token_row(&self, sequence: &Sequence, position: u32) -> usize {
         let position = position as usize;
@@ -158,6 +181,22 @@ mod tests {
         assert_eq!(rows.token_row(a, 31), 7 * PAGE_TOKENS + 31);
         assert_eq!(rows.token_row(a, 32), 2 * PAGE_TOKENS);
         assert_eq!(rows.outputs(), [1, 2]);
+    }
+
+    #[test]
+    fn sequences_have_their_own_history() {
+        let mut rows = Rows::default();
+        for _ in 0..2 {
+            rows.rewrite(|draft| {
+                draft.sequence(0, [0]);
+                draft.history(&[4, 5]);
+                draft.row(2, 6, true);
+                draft.sequence(1, [1]);
+                draft.row(0, 9, true);
+            });
+        }
+        let [a, b] = rows.sequences() else { panic!("{rows:?}") };
+        assert_eq!((rows.history(a), rows.history(b)), (&[4, 5][..], &[][..]));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::output::{Ui, Unit};
 use crate::size::{Bytes, counted};
 use anyhow::Result;
 use serde_json::{Value, json};
-use snowmelt_engine::{Engine, Finish, GenerateOptions, Sampler, SessionId, Stats};
+use snowmelt_engine::{Engine, Finish, GenerateOptions, RowStats, Sampler, SessionId, Stats};
 use snowmelt_text::{Detokenizer, StopStrings, Tokenizer};
 use std::fmt::Write as _;
 use std::ops::ControlFlow;
@@ -47,6 +47,8 @@ pub(crate) struct Numbers {
     pub(crate) generation_s: f64,
     /// What the expert store did meanwhile.
     pub(crate) store: Stats,
+    /// What the cache of rows of tables did.
+    pub(crate) rows: RowStats,
 }
 
 /// A piece of an answer, as soon as it is certain.
@@ -82,7 +84,28 @@ impl Numbers {
             let (hits, bytes) = (self.store.hit_rate() * 100.0, read_bytes(&self.store));
             let _ = write!(line, "; {hits:.1} % expert hits, {} read", Bytes(bytes));
         }
+        if self.rows.asked > 0 {
+            let (rows, each) = (self.rows.reads, Bytes(self.row_bytes_per_token()));
+            let _ = write!(line, "; {rows} table rows read, {each} a token");
+        }
         line
+    }
+
+    /// Bytes that rows of tables took from disk, for each token computed.
+    fn row_bytes_per_token(&self) -> u64 {
+        self.rows.bytes / (self.fed_tokens + self.steps).max(1) as u64
+    }
+
+    /// Counters of the cache of rows, for scripts.
+    pub(crate) fn rows_json(&self) -> Value {
+        json!({
+            "asked": self.rows.asked,
+            "hits": self.rows.hits,
+            "reads": self.rows.reads,
+            "bytes_read": self.rows.bytes,
+            "bytes_per_token": self.row_bytes_per_token(),
+            "wait_s": self.rows.wait_ns as f64 / 1e9,
+        })
     }
 
     pub(crate) fn json(&self) -> Value {
@@ -116,6 +139,18 @@ pub(crate) fn since(before: &Stats, after: &Stats) -> Stats {
         idle_bytes: after.idle_bytes - before.idle_bytes,
         reads: after.reads - before.reads,
         read_ns: after.read_ns - before.read_ns,
+        wait_ns: after.wait_ns - before.wait_ns,
+        failures: after.failures - before.failures,
+    }
+}
+
+/// The same of the cache of rows.
+fn rows_since(before: &RowStats, after: &RowStats) -> RowStats {
+    RowStats {
+        asked: after.asked - before.asked,
+        hits: after.hits - before.hits,
+        reads: after.reads - before.reads,
+        bytes: after.bytes - before.bytes,
         wait_ns: after.wait_ns - before.wait_ns,
         failures: after.failures - before.failures,
     }
@@ -193,7 +228,7 @@ pub(crate) fn answer(
 ) -> Result<Answer> {
     let stoppable = Stoppable::begin();
     let stop = StopStrings::new(ask.stop.to_vec())?;
-    let before = engine.stats();
+    let (before, rows_before) = (engine.stats(), engine.row_stats());
     let mut numbers = Numbers { prompt_tokens: ask.ids.len(), ..Numbers::default() };
     ensure_fits(engine, ask.ids.len(), ask.shorter)?;
     let is_whole = prefill(engine, session, ask.ids, (&stoppable, ui), &mut numbers)?;
@@ -224,6 +259,7 @@ pub(crate) fn answer(
     }
     numbers.generated_tokens = ids.len();
     numbers.store = since(&before, &engine.stats());
+    numbers.rows = rows_since(&rows_before, &engine.row_stats());
     let finish = match finish {
         Finish::Broken if streamed.stopped => "stop",
         finish => finish.name(),

@@ -136,7 +136,7 @@ fn prompt_ids(
     ui: Ui,
 ) -> Result<Vec<u32>> {
     let tokenizer = model::tokenizer(checkpoint)?;
-    let n_vocab = snowmelt_model::census(checkpoint)?.n_vocab as u32;
+    let n_vocab = snowmelt_model::census(checkpoint, args.engine.model_options())?.n_vocab as u32;
     let text = match (given_ids(args, checkpoint, ui)?, tokenizer) {
         (Some(ids), _) => ids,
         (None, Some(tokenizer)) => tokenizer.encode_with(TEXT, Specials::Parse, true)?,
@@ -165,7 +165,7 @@ impl Round {
 }
 
 fn measure(args: &BenchArgs, name: &str, checkpoint: &Checkpoint, ui: Ui) -> Result<ExitCode> {
-    let context_max = snowmelt_model::census(checkpoint)?.context_max;
+    let context_max = snowmelt_model::census(checkpoint, args.engine.model_options())?.context_max;
     let generate = args.generate as usize;
     let room = context_max.saturating_sub(generate).max(1);
     let prompt = args.prompt.map_or(room.min(512), |tokens| tokens as usize);

@@ -6,7 +6,7 @@ use crate::size::{Bytes, count};
 use anyhow::Result;
 use clap::Args;
 use serde_json::{Value, json};
-use snowmelt_model::{Census, ExpertTable, MtpHead, TrunkTensor};
+use snowmelt_model::{Census, ExpertTable, ModelOptions, MtpHead, RowTable, TrunkTensor};
 use snowmelt_weights::{Checkpoint, CheckpointKind};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -68,7 +68,14 @@ pub(crate) fn parameters(census: &Census) -> (u64, u64, u64) {
         }
         _ => 0,
     };
-    (trunk, all, trunk - idle + used)
+    let of_tables = |table: &RowTable| (table.rows_a_token * table.width) as u64;
+    let rows: u64 = census.tables.iter().map(of_tables).sum();
+    (trunk, all, trunk - idle + used + rows)
+}
+
+/// Values of the tables that stay on disk.
+fn table_values(census: &Census) -> u64 {
+    census.tables.iter().map(|table| table.rows() * table.width as u64).sum()
 }
 
 fn mtp_json(head: &MtpHead) -> Value {
@@ -82,7 +89,7 @@ fn mtp_json(head: &MtpHead) -> Value {
 
 impl<'a> Facts<'a> {
     fn new(name: &'a str, checkpoint: &Checkpoint) -> Result<Self> {
-        let census = snowmelt_model::census(checkpoint)?;
+        let census = snowmelt_model::census(checkpoint, ModelOptions::default())?;
         let (trunk_parameters, expert_parameters, active_parameters) = parameters(&census);
         Ok(Self {
             name,
@@ -134,7 +141,7 @@ impl<'a> Facts<'a> {
         };
         line("model", format!("{} ({})", self.name, self.format));
         line("family", census.family.to_owned());
-        let total = self.trunk_parameters + self.expert_parameters;
+        let total = self.trunk_parameters + self.expert_parameters + table_values(census);
         let active = self.active_parameters;
         line("parameters", format!("{}, {} used a token", count(total), count(active)));
         line("layers", census.n_layers.to_string());
@@ -157,6 +164,12 @@ impl<'a> Facts<'a> {
                 let (rows, columns, encoding) = (piece.d_out, piece.d_in, piece.encoding);
                 line("", format!("{role} {rows} x {columns} {encoding}"));
             }
+        }
+        for table in &census.tables {
+            let (bytes, encoding) = (Bytes(table.bytes()), table.encoding);
+            line("table on disk", format!("{bytes} ({encoding}), {}", table.name));
+            let (rows, each, row) = (table.rows(), table.rows_a_token, table.row_bytes());
+            line("", format!("{rows} rows of {row} bytes, {each} a token"));
         }
         line("read a token", Bytes(census.bytes_per_token() as u64).to_string());
         let elements = census.per_token_elements() as u64;
@@ -202,7 +215,8 @@ impl<'a> Facts<'a> {
             "name": self.name,
             "format": self.format,
             "family": census.family,
-            "parameters": self.trunk_parameters + self.expert_parameters,
+            "parameters":
+                self.trunk_parameters + self.expert_parameters + table_values(census),
             "active_parameters": self.active_parameters,
             "n_layers": census.n_layers,
             "n_vocab": census.n_vocab,
@@ -222,6 +236,7 @@ impl<'a> Facts<'a> {
                 "encodings": self.expert_encodings(),
                 "record": record,
             },
+            "tables": census.tables.iter().map(table_json).collect::<Vec<_>>(),
             "bytes_per_token": census.bytes_per_token(),
             "state": {
                 "per_token_bytes_f32": census.per_token_elements() * 4,
@@ -232,4 +247,15 @@ impl<'a> Facts<'a> {
             "skipped": census.skipped,
         })
     }
+}
+
+fn table_json(table: &RowTable) -> Value {
+    json!({
+        "name": &*table.name,
+        "bytes": table.bytes(),
+        "encoding": table.encoding.name(),
+        "rows": table.rows(),
+        "row_bytes": table.row_bytes(),
+        "rows_per_token": table.rows_a_token,
+    })
 }

@@ -1,13 +1,15 @@
 //! Flags that all commands share, and the engine that they describe.
 
 use crate::output::Ui;
-use crate::size::{Bytes, Memory, counted};
+use crate::size::{Bytes, CacheSize, Memory, counted};
 use anyhow::{Result, bail, ensure};
 use clap::builder::BoolishValueParser;
 use clap::{Args, ValueEnum};
 use snowmelt_backend::BufType;
 use snowmelt_backend_cpu::{Activations, CpuBackend, CpuOptions};
-use snowmelt_engine::{Engine, EngineError, EngineOptions, Io, Residency, available_memory};
+use snowmelt_engine::{
+    Engine, EngineError, EngineOptions, Io, ModelOptions, Qsa, Residency, available_memory,
+};
 use snowmelt_weights::{Checkpoint, Encoding, Packed};
 
 /// The backend that this binary runs on.
@@ -51,6 +53,15 @@ pub(crate) struct EngineArgs {
     #[arg(long, env = "SNOWMELT_CHECK_READS", hide_env_values = true)]
     #[arg(value_parser = BoolishValueParser::new())]
     pub(crate) check_reads: bool,
+    /// Cache of rows of tables that stay on disk, such as embeddings of n-grams
+    /// [default: a sixteenth of the budget, up to 64 MiB]
+    #[arg(long, value_name = "SIZE", env = "SNOWMELT_ROW_CACHE", hide_env_values = true)]
+    pub(crate) row_cache: Option<CacheSize>,
+    /// What layers attend to whose indexer chooses blocks of tokens: `sparse`, the
+    /// chosen ones, or `dense`, all of them, for comparison
+    #[arg(long, value_name = "HOW", default_value = "sparse")]
+    #[arg(env = "SNOWMELT_QSA", hide_env_values = true)]
+    pub(crate) qsa: QsaArg,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
 }
@@ -101,6 +112,12 @@ pub(crate) enum KvArg {
     Bf16,
 }
 
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum QsaArg {
+    Sparse,
+    Dense,
+}
+
 impl CpuArgs {
     /// Starts the backend.
     pub(crate) fn backend(self) -> Result<Cpu> {
@@ -143,9 +160,20 @@ impl EngineArgs {
             },
             prefill_chunk: self.prefill_chunk.map(|rows| rows as usize),
             kv: self.kv_type(checkpoint),
+            row_cache_bytes: self.row_cache.map(|CacheSize(bytes)| bytes),
+            model: self.model_options(),
             check_reads: self.check_reads,
             ..EngineOptions::default()
         }
+    }
+
+    /// What is asked of the family.
+    pub(crate) fn model_options(&self) -> ModelOptions {
+        let qsa = match self.qsa {
+            QsaArg::Sparse => Qsa::Sparse,
+            QsaArg::Dense => Qsa::Dense,
+        };
+        ModelOptions { qsa }
     }
 
     /// f32 where activations are f32, so that what the oracle computes stays exact.

@@ -4,7 +4,7 @@ use crate::model::{self, ModelArg};
 use crate::options::{Cpu, EngineArgs, residency_line};
 use crate::outline;
 use crate::output::{self, Ui};
-use crate::size::counted;
+use crate::size::{Bytes, counted};
 use anyhow::Result;
 use clap::Args;
 use serde_json::{Value, json};
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &PlanArgs, ui: Ui) -> Result<ExitCode> {
     // As `run` does it, so that the process is counted with what it will hold.
     let _tokenizer = model::tokenizer(&checkpoint)?;
     let backend = args.engine.cpu.backend()?;
-    let census = snowmelt_model::census(&checkpoint)?;
+    let census = snowmelt_model::census(&checkpoint, args.engine.model_options())?;
     let options = args.engine.options(&checkpoint);
     let planner = Planner { checkpoint: &checkpoint, backend: &backend, census: &census, options };
     let plan = planner.plan(planner.options.memory_bytes)?;
@@ -139,6 +139,10 @@ fn describe(plan: &Plan, rows: &[(String, Plan)]) -> String {
     let _ = writeln!(text, "\n{}", residency_line(plan));
     let (context, chunk) = (plan.context_tokens, plan.rows);
     let _ = writeln!(text, "context {}, prompts in chunks of {chunk}", counted(context, "token"));
+    if plan.row_cache_bytes > 0 {
+        let cache = Bytes(plan.row_cache_bytes);
+        let _ = writeln!(text, "tables on disk: single rows are read, {cache} of them cached");
+    }
     if plan.n_experts > 0 {
         let _ = writeln!(text, "fewest slots {}", plan.fewest_slots);
     }
@@ -170,6 +174,7 @@ fn plan_json(plan: &Plan) -> Value {
         "residency": plan.residency.name(),
         "context_tokens": plan.context_tokens,
         "prefill_chunk": plan.rows,
+        "row_cache_bytes": plan.row_cache_bytes,
         "total_bytes": plan.total_bytes(),
     })
 }

@@ -225,8 +225,11 @@ pub(crate) fn open_engine(
     context: Option<usize>,
     ui: Ui,
 ) -> Result<Engine<Cpu>> {
+    let context_max = || -> Result<usize> {
+        Ok(snowmelt_model::census(checkpoint, args.model_options())?.context_max)
+    };
     let context = match context {
-        Some(context) => Some(context.min(snowmelt_model::census(checkpoint)?.context_max)),
+        Some(context) => Some(context.min(context_max()?)),
         None => None,
     };
     args.open(checkpoint, context, ui)
@@ -285,6 +288,9 @@ fn report(answer: &Answer, engine: &Engine<Cpu>, load_s: f64, is_text: bool) -> 
     report["seed"] = answer.seed.into();
     report["timings"] = timings;
     report["stats"] = stats_json(&answer.numbers.store);
+    if plan.row_cache_bytes > 0 {
+        report["stats"]["table_rows"] = answer.numbers.rows_json();
+    }
     report["plan"] = json!({
         "residency": plan.residency.name(),
         "slots": plan.slots,

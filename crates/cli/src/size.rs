@@ -81,6 +81,21 @@ impl FromStr for Memory {
     }
 }
 
+/// The size of a cache: bytes, nothing else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CacheSize(pub(crate) u64);
+
+impl FromStr for CacheSize {
+    type Err = BadSize;
+
+    fn from_str(text: &str) -> Result<Self, BadSize> {
+        match text.parse()? {
+            Memory::Bytes(bytes) => Ok(Self(bytes)),
+            Memory::Auto | Memory::Percent(_) => Err(BadSize("expected a size such as `64MiB`")),
+        }
+    }
+}
+
 /// A count in the unit that reads best: `30.2 M`.
 pub(crate) fn count(n: u64) -> String {
     let value = n as f64;
@@ -99,7 +114,7 @@ pub(crate) fn counted(n: usize, what: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{Memory, counted};
+    use super::{CacheSize, Memory, counted};
 
     #[test]
     fn sizes_are_read() {
@@ -150,6 +165,10 @@ mod tests {
         for text in bad {
             assert!(text.parse::<Memory>().is_err(), "{text}");
         }
+        for text in ["auto", "50%", "x"] {
+            assert!(text.parse::<CacheSize>().is_err(), "{text}");
+        }
+        assert_eq!("2MiB".parse(), Ok(CacheSize(2 << 20)));
     }
 
     #[test]

@@ -5,8 +5,9 @@ use crate::experts::{self, StoreFetch};
 use crate::finite::FiniteProbe;
 use crate::plan::{Costs, EngineOptions, Plan};
 use crate::state::{Place, States};
+use crate::tables::Tables;
 use snowmelt_backend::{Backend, Limits, MoeWork, PAGE_TOKENS, Pass, RouteObserver, Rows};
-use snowmelt_expert_store::{BlockSource, Stats, StoreError};
+use snowmelt_expert_store::{BlockSource, RowStats, Stats, StoreError};
 use snowmelt_model::{Census, Loaded, Probe, Step};
 use snowmelt_weights::Checkpoint;
 
@@ -36,6 +37,16 @@ pub struct Feed<'a> {
     pub outputs: Outputs,
 }
 
+/// Readers that the options cannot name, such as ones that inject faults; `None`: as the options
+/// say.
+#[derive(Debug, Default)]
+pub struct Sources {
+    /// Of experts.
+    pub experts: Option<Box<dyn BlockSource + Send>>,
+    /// Of rows of tables.
+    pub rows: Option<Box<dyn BlockSource + Send>>,
+}
+
 /// One timeline of tokens.
 #[derive(Debug)]
 struct Session {
@@ -55,6 +66,7 @@ pub struct Engine<B: Backend> {
     // Fields drop in this order: what reads into the slab before what owns it.
     decoder: Loaded<B, StoreFetch<B>>,
     fetch: StoreFetch<B>,
+    tables: Tables,
     states: States<B>,
     backend: B,
     sessions: Vec<Option<Session>>,
@@ -95,11 +107,10 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// When the checkpoint is refused, the budget is too small, or a file cannot be read.
     pub fn open(checkpoint: &Checkpoint, backend: B, options: &EngineOptions) -> Result<Self> {
-        Self::open_with(checkpoint, backend, options, None)
+        Self::open_with(checkpoint, backend, options, Sources::default())
     }
 
-    /// As [`Self::open`], reading experts through `source`: for sources that the options cannot
-    /// name, such as one that injects faults.
+    /// As [`Self::open`], reading through `sources`.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -107,9 +118,9 @@ impl<B: Backend> Engine<B> {
         checkpoint: &Checkpoint,
         backend: B,
         options: &EngineOptions,
-        source: Option<Box<dyn BlockSource + Send>>,
+        sources: Sources,
     ) -> Result<Self> {
-        let census = snowmelt_model::census(checkpoint)?;
+        let census = snowmelt_model::census(checkpoint, options.model)?;
         let plan = Self::plan_for(checkpoint, &backend, &census, options)?;
         if options.check_reads {
             // Before a weight is loaded: rows may be loaded in another order than digests need.
@@ -117,18 +128,23 @@ impl<B: Backend> Engine<B> {
         }
         let limits =
             Limits { rows: plan.rows, context_tokens: plan.context_tokens, ..census.limits };
-        let decoder = snowmelt_model::load(checkpoint, &backend, &limits, plan.outputs)?;
+        let decoder =
+            snowmelt_model::load(checkpoint, &backend, options.model, &limits, plan.outputs)?;
         let states =
             States::new(&backend, &census.state, options.kv, plan.sessions, plan.context_tokens);
-        let fetch = StoreFetch::open(&backend, checkpoint, &census, &plan, options, source)?;
+        let Sources { experts, rows } = sources;
+        let fetch = StoreFetch::open(&backend, checkpoint, &census, &plan, options, experts)?;
+        let reads = (options.io, options.read_timeout);
+        let tables = Tables::open(checkpoint, &census, &plan, reads, rows)?;
         let mut rows = Rows::default();
         let pages = plan.context_tokens.div_ceil(PAGE_TOKENS) * plan.sessions;
-        rows.reserve(plan.rows, plan.sessions, pages);
+        rows.reserve(plan.rows, plan.sessions, pages, plan.sessions * census.history_tokens);
         let mut work = MoeWork::default();
         work.reserve(plan.rows, census.limits.top_k, census.limits.n_experts);
         Ok(Self {
             decoder,
             fetch,
+            tables,
             states,
             backend,
             sessions: Vec::with_capacity(plan.sessions),
@@ -180,14 +196,19 @@ impl<B: Backend> Engine<B> {
         self.fetch.stats()
     }
 
+    /// Counters of the cache of rows of tables since open.
+    pub fn row_stats(&self) -> RowStats {
+        self.tables.stats()
+    }
+
     /// What experts are read with; `None` where nothing streams.
     pub fn source_name(&self) -> Option<&'static str> {
         self.fetch.source_name()
     }
 
-    /// The store's first failure, after which nothing more is read.
+    /// The first failure of the store, of experts or of rows, after which it reads no more.
     pub fn store_failed(&self) -> Option<StoreError> {
-        self.fetch.failed()
+        self.fetch.failed().or_else(|| self.tables.failed())
     }
 
     /// Shows (layer, routes) of every step to `observer`, until it is taken away with `None`.
@@ -293,11 +314,13 @@ impl<B: Backend> Engine<B> {
             self.states.grow(&mut session.place, tokens);
             session.logits.clear();
         }
-        let sessions = &self.sessions;
+        let (sessions, looks_back) = (&self.sessions, self.census.history_tokens);
         self.rows.rewrite(|draft| {
             for one in feed {
                 let session = sessions[one.session.0].as_ref().expect("checked");
                 draft.sequence(session.place.fixed, session.place.pages.iter().copied());
+                let known = &session.tokens;
+                draft.history(&known[known.len().saturating_sub(looks_back)..]);
                 for (index, &token) in one.tokens.iter().enumerate() {
                     let is_last = index + 1 == one.tokens.len();
                     let output = match one.outputs {
@@ -311,12 +334,14 @@ impl<B: Backend> Engine<B> {
             }
         });
         self.work.failures.reset(self.rows.len());
+        self.tables.begin();
         let mut step = Step {
             b: &self.backend,
             p: &mut p,
             rows: &self.rows,
             state: &self.states.bufs,
             fetch: &mut self.fetch,
+            tables: &mut self.tables,
             work: &mut self.work,
             // Taken apart, so that its lifetime may shrink.
             probe: match probe {

@@ -107,20 +107,19 @@ fn blobs(checkpoint: &Checkpoint) -> Vec<Blob> {
 pub(crate) fn open_source(
     checkpoint: &Checkpoint,
     io: Io,
-    is_aligned: bool,
+    options: &SourceOptions,
 ) -> Result<Box<dyn BlockSource + Send>> {
     if is_in_memory(checkpoint) {
         return Ok(Box::new(MemorySource::new(blobs(checkpoint))));
     }
     let files = files(checkpoint);
-    let options = source_options(is_aligned);
     let pread = |mode| -> Result<Box<dyn BlockSource + Send>> {
         let options = SourceOptions { mode, ..options.clone() };
         Ok(Box::new(PreadSource::open(&files, &options)?))
     };
     match io {
-        Io::Auto => uring(&files, &options).or_else(|_| pread(ReadMode::Auto)),
-        Io::Uring => uring(&files, &options),
+        Io::Auto => uring(&files, options).or_else(|_| pread(ReadMode::Auto)),
+        Io::Uring => uring(&files, options),
         Io::Pread => pread(ReadMode::Auto),
         Io::PreadBuffered => pread(ReadMode::Buffered),
         Io::Mmap => Ok(Box::new(MmapSource::open(&files)?)),
@@ -289,7 +288,7 @@ impl<B: Backend> StoreFetch<B> {
         };
         let source = match source {
             Some(source) => source,
-            None => open_source(checkpoint, options.io, is_aligned(census))?,
+            None => open_source(checkpoint, options.io, &source_options(is_aligned(census)))?,
         };
         let memory = Arc::new(SlabMemory(fetch.slab.clone()));
         let table = record_table(census);

@@ -19,13 +19,15 @@ pub mod perplexity;
 mod plan;
 mod sampler;
 mod state;
+mod tables;
 
 pub use capture::{Capture, CaptureOptions, Captured};
-pub use engine::{Engine, Feed, Outputs, SessionId};
+pub use engine::{Engine, Feed, Outputs, SessionId, Sources};
 pub use error::EngineError;
 pub use experts::{Io, StoreFetch};
 pub use files::available_memory;
 pub use generate::{Finish, GenerateOptions, end_of_text};
 pub use plan::{EngineOptions, Item, Plan, Residency, Size};
 pub use sampler::{Sampler, SamplerError, SamplerOptions, nll};
-pub use snowmelt_expert_store::{LayerStats, Scope, Stats, StrategyKind};
+pub use snowmelt_expert_store::{LayerStats, RowStats, Scope, Stats, StrategyKind};
+pub use snowmelt_model::{ModelOptions, Qsa};

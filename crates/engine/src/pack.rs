@@ -3,7 +3,7 @@
 use crate::error::{EngineError, Result};
 use crate::experts::piece_places;
 use serde_json::json;
-use snowmelt_model::{Census, ExpertTable, TrunkTensor, Use};
+use snowmelt_model::{Census, ExpertTable, ModelOptions, TrunkTensor, Use};
 use snowmelt_weights::{
     Checkpoint, Encoding, PackPlan, Packer, PlannedLayer, PlannedPiece, PlannedTensor,
 };
@@ -48,7 +48,7 @@ pub fn pack(
     options: PackOptions,
     progress: &mut dyn FnMut(u64, u64) -> bool,
 ) -> Result<Option<Packed>> {
-    let census = snowmelt_model::census(source)?;
+    let census = snowmelt_model::census(source, ModelOptions::default())?;
     let mut kept = Vec::new();
     let plan = plan(source, &census, options, &mut kept)?;
     let mut checked = |done, total| {

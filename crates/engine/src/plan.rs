@@ -3,9 +3,10 @@
 use crate::error::{EngineError, Result};
 use crate::experts::Io;
 use crate::files;
+use crate::tables;
 use snowmelt_backend::{BufType, Limits, PAGE_TOKENS};
 use snowmelt_expert_store::{PolicyOptions, SourceOptions};
-use snowmelt_model::Census;
+use snowmelt_model::{Census, ModelOptions};
 use std::fmt;
 
 /// Where routed experts are kept.
@@ -53,6 +54,10 @@ pub struct EngineOptions {
     pub prefill_chunk: Option<usize>,
     /// Type of the KV cache.
     pub kv: BufType,
+    /// Bytes of the cache of rows of tables that stay on disk.
+    pub row_cache_bytes: Option<u64>,
+    /// What is asked of the family.
+    pub model: ModelOptions,
     /// Whether the trunk, and every record read, is checked against its digests.
     pub check_reads: bool,
     /// Whether slots are filled with NaN before they are read into.
@@ -76,6 +81,8 @@ impl Default for EngineOptions {
             io: Io::Auto,
             prefill_chunk: None,
             kv: BufType::F32,
+            row_cache_bytes: None,
+            model: ModelOptions::default(),
             check_reads: false,
             poison: false,
             check_finite: true,
@@ -164,6 +171,8 @@ pub struct Plan {
     pub rows: usize,
     /// Rows of logits computed at once.
     pub outputs: usize,
+    /// Bytes of the cache of rows of tables; 0 where there are none.
+    pub row_cache_bytes: u64,
     /// The smallest budget in which the model runs, with the context asked for.
     pub smallest_bytes: u64,
 }
@@ -201,6 +210,11 @@ const CONTEXT_LEAST: usize = 512;
 const LOGITS_BYTES: usize = 4 << 20;
 /// Allocator, stacks, page tables and what else has no item of its own.
 const OVERHEAD_BYTES: u64 = 4 << 20;
+
+/// Bytes of the cache of rows of tables, where none is asked for: so many at most, and so small a
+/// share of the budget.
+const ROW_CACHE_BYTES: u64 = 64 << 20;
+const ROW_CACHE_SHARE: u64 = 16;
 
 /// Sizes that a plan chooses.
 #[derive(Clone, Copy)]
@@ -408,7 +422,7 @@ impl Planner<'_> {
     }
 
     fn plan_for(&self, budget_bytes: u64, choice: Choice) -> Plan {
-        let items = self.items(choice);
+        let items = self.items(choice, budget_bytes);
         let census = self.census;
         let mut plan = Plan {
             budget_bytes,
@@ -423,9 +437,10 @@ impl Planner<'_> {
             sessions: self.options.sessions,
             rows: choice.rows,
             outputs: self.outputs,
+            row_cache_bytes: self.row_cache(choice, budget_bytes),
             smallest_bytes: 0,
         };
-        let smallest: u64 = self.items(self.smallest()).iter().map(|item| item.bytes).sum();
+        let smallest: u64 = self.items(self.smallest(), 0).iter().map(|item| item.bytes).sum();
         plan.smallest_bytes = smallest + plan.slot_bytes * u64::from(plan.needed_slots);
         plan
     }
@@ -440,7 +455,13 @@ impl Planner<'_> {
         }
     }
 
-    fn items(&self, choice: Choice) -> Vec<Item> {
+    fn row_cache(&self, choice: Choice, budget_bytes: u64) -> u64 {
+        let wanted = self.options.row_cache_bytes;
+        let wanted = wanted.unwrap_or(ROW_CACHE_BYTES.min(budget_bytes / ROW_CACHE_SHARE));
+        tables::cache_bytes(self.census, choice.rows, wanted)
+    }
+
+    fn items(&self, choice: Choice, budget_bytes: u64) -> Vec<Item> {
         let (census, options) = (self.census, self.options);
         let pages = choice.context_tokens.div_ceil(PAGE_TOKENS) * options.sessions;
         let kv = census.per_token_elements() * options.kv.bytes() * pages * PAGE_TOKENS;
@@ -458,7 +479,7 @@ impl Planner<'_> {
             false => source.pread_buffer_bytes().max(source.uring_buffer_bytes()),
         };
         let item = |name, bytes: usize| Item { name, bytes: bytes as u64 };
-        vec![
+        let mut items = vec![
             Item { name: "process", bytes: self.costs.base_bytes + OVERHEAD_BYTES },
             item("trunk", census.trunk_bytes()),
             item("kv cache", kv),
@@ -466,7 +487,13 @@ impl Planner<'_> {
             item("scratch", scratch),
             item("logits", logits),
             item("io buffers", io + (2 << 20)),
-        ]
+        ];
+        if !census.tables.is_empty() {
+            let work = tables::work_bytes(census, choice.rows, self.costs.in_memory);
+            let bytes = self.row_cache(choice, budget_bytes) + work;
+            items.push(Item { name: "row cache", bytes });
+        }
+        items
     }
 
     fn set_slots(&self, plan: &mut Plan) {

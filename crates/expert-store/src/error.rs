@@ -194,6 +194,50 @@ pub enum StoreError {
         /// How long it was given.
         waited_ms: u64,
     },
+    /// The operating system could not read a row of a table.
+    #[error(
+        "read failed in `{}` at `{offset}`: wanted `{wanted}` bytes, got `{got}`: {}",
+        path.display(), os(*errno)
+    )]
+    RowRead {
+        /// The file.
+        path: Arc<Path>,
+        /// Where the read began.
+        offset: u64,
+        /// Bytes asked for.
+        wanted: u64,
+        /// Bytes that came before the failure.
+        got: u64,
+        /// Why.
+        errno: Option<i32>,
+    },
+    /// The file ended inside a row of a table: it was cut after it was opened.
+    #[error("`{}` ended at `{offset}`: wanted `{wanted}` bytes, got `{got}`", path.display())]
+    RowTruncated {
+        /// The file.
+        path: Arc<Path>,
+        /// Where the read began.
+        offset: u64,
+        /// Bytes asked for.
+        wanted: u64,
+        /// Bytes that were there.
+        got: u64,
+    },
+    /// The read of a row of a table did not come back in time.
+    #[error(
+        "read from `{}` at `{offset}` (`{wanted}` bytes) not back after `{waited_ms}` ms",
+        path.display()
+    )]
+    RowTimedOut {
+        /// The file.
+        path: Arc<Path>,
+        /// Where the read began.
+        offset: u64,
+        /// Bytes asked for.
+        wanted: u64,
+        /// How long nothing came back.
+        waited_ms: u64,
+    },
     /// The verifier says that the record is not what it should be.
     #[error("{key} read from `{}` at `{offset}` is not what was written", path.display())]
     Corrupt {

@@ -9,6 +9,7 @@
 //!   traces, by [`sim`].
 //! - [`BlockSource`] reads: [`PreadSource`], `UringSource` (Linux), [`MmapSource`],
 //!   [`MemorySource`], and [`FaultSource`] around any of them.
+//! - [`RowStore`] brings single rows of tables into a cache of their own.
 //! - [`SlotMemory`] holds: implemented by whoever owns the memory; [`HostMemory`] is a plain one.
 //!
 //! # Example
@@ -48,6 +49,7 @@ mod memory;
 pub mod policy;
 mod raw;
 mod rng;
+mod rows;
 pub mod sim;
 mod source;
 mod stats;
@@ -59,6 +61,7 @@ pub use key::{Extent, FileSpec, Key, RecordMap, RecordTable};
 pub use mapped::MappedFiles;
 pub use memory::{HostMemory, SLOT_ALIGN, SlotMemory};
 pub use policy::{Pin, Pins, Policy, PolicyOptions, Scope, StrategyKind};
+pub use rows::{RowOptions, RowSpan, RowSpans, RowStats, RowStore};
 #[cfg(target_os = "linux")]
 pub use source::UringSource;
 pub use source::{

@@ -4,7 +4,9 @@ use crate::config::Result;
 use crate::experts::{ExpertShape, ExpertTable};
 use crate::loader::{Loader, StateDecl, StateKind, Tensors, Use};
 use crate::mtp::MtpHead;
+use crate::registry::ModelOptions;
 use crate::stored::Stored;
+use crate::tables::{self, RowTable, TableShape};
 use snowmelt_backend::{ExpertLayout, Limits};
 use snowmelt_weights::{Checkpoint, Encoding};
 use std::ops::Range;
@@ -62,6 +64,10 @@ pub struct Census {
     pub embedding_bytes: usize,
     /// Expert tables, ascending by layer; a dense model has none.
     pub experts: Vec<ExpertTable>,
+    /// Tables that stay on disk, in the order of [`crate::Step::tables`].
+    pub tables: Vec<RowTable>,
+    /// Tokens before a step that it looks back at.
+    pub history_tokens: usize,
     /// State buffers, in the order of [`crate::Step::state`].
     pub state: Vec<StateDecl>,
     /// f32 elements of scratch a row.
@@ -109,12 +115,23 @@ impl Census {
         self.state.iter().map(len).sum()
     }
 
+    /// Bytes of the tables that stay on disk, as stored.
+    pub fn table_bytes(&self) -> u64 {
+        self.tables.iter().map(RowTable::bytes).sum()
+    }
+
+    /// Bytes of the rows of those tables that a token reads.
+    pub fn table_bytes_per_token(&self) -> usize {
+        self.tables.iter().map(|table| table.rows_a_token * table.row_bytes()).sum()
+    }
+
     /// Weight bytes that one token touches: the trunk, less the embedding table but for one row,
-    /// and `top_k` experts of each layer that has them.
+    /// `top_k` experts of each layer that has them, and rows of tables on disk.
     pub fn bytes_per_token(&self) -> usize {
         let experts = self.experts.iter().map(|table| self.limits.top_k * table.record_bytes);
         let row = self.embedding_bytes / self.n_vocab.max(1);
-        self.trunk_bytes() - self.embedding_bytes + row + experts.sum::<usize>()
+        let rows = row + self.table_bytes_per_token();
+        self.trunk_bytes() - self.embedding_bytes + rows + experts.sum::<usize>()
     }
 }
 
@@ -126,19 +143,25 @@ pub(crate) struct CensusLoader<'a> {
     pub(crate) trunk: Vec<TrunkTensor>,
     pub(crate) constant_bytes: usize,
     pub(crate) experts: Vec<ExpertTable>,
+    pub(crate) tables: Vec<RowTable>,
+    pub(crate) history_tokens: usize,
+    pub(crate) options: ModelOptions,
     pub(crate) state: Vec<StateDecl>,
     pub(crate) scratch_width: usize,
     pub(crate) outputs_width: usize,
 }
 
 impl<'a> CensusLoader<'a> {
-    pub(crate) fn new(checkpoint: &'a Checkpoint) -> Self {
+    pub(crate) fn new(checkpoint: &'a Checkpoint, options: ModelOptions) -> Self {
         Self {
             tensors: Tensors::new(checkpoint),
             limits: Limits::default(),
             trunk: Vec::new(),
             constant_bytes: 0,
             experts: Vec::new(),
+            tables: Vec::new(),
+            history_tokens: 0,
+            options,
             state: Vec::new(),
             scratch_width: 0,
             outputs_width: 0,
@@ -222,6 +245,24 @@ impl Loader for CensusLoader<'_> {
         limits.n_experts = limits.n_experts.max(shape.n_experts);
         limits.d_expert = limits.d_expert.max(shape.d_expert);
         Ok(layout)
+    }
+
+    fn table(&mut self, shape: &TableShape) -> Result<usize> {
+        let table = tables::locate(&mut self.tensors, shape)?;
+        self.tables.push(table);
+        Ok(self.tables.len() - 1)
+    }
+
+    fn integers(&mut self, name: &str, len: usize) -> Result<Option<Vec<i64>>> {
+        self.tensors.integers(name, len)
+    }
+
+    fn history(&mut self, tokens: usize) {
+        self.history_tokens = self.history_tokens.max(tokens);
+    }
+
+    fn options(&self) -> ModelOptions {
+        self.options
     }
 
     fn limits(&mut self) -> &mut Limits {

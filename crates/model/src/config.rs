@@ -33,6 +33,23 @@ pub(crate) fn multiple(
     Ok(value)
 }
 
+/// Most elements that a row of scratch or a state of a sequence may have: above it the config is
+/// wrong, and sizes made of it would not fit their types.
+const ELEMENTS_MAX: usize = 1 << 31;
+
+/// The product of sizes, the first of which is blamed where it is absurd.
+pub(crate) fn product(field: &'static str, sizes: &[usize]) -> Result<usize> {
+    let all = sizes.iter().try_fold(1usize, |all, size| all.checked_mul(*size));
+    match all.filter(|&all| all <= ELEMENTS_MAX) {
+        Some(all) => Ok(all),
+        None => {
+            let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
+            let expected = format!("{} to be at most {ELEMENTS_MAX}", sizes.join(" * "));
+            refuse(field, sizes[0].as_str(), expected)
+        }
+    }
+}
+
 /// The text part of a config: itself, or `text_config` of a multimodal wrapper.
 pub(crate) fn text_config<'a>(config: &ConfigView<'a>) -> Result<ConfigView<'a>> {
     Ok(config.opt_object("text_config")?.unwrap_or_else(|| config.clone()))
@@ -143,6 +160,15 @@ impl ExpertSizes {
 
 /// Which mixer each layer has: `layer_types`, else every `full_attention_interval`-th is full.
 pub(crate) fn full_attention_layers(text: &ConfigView<'_>, n_layers: usize) -> Result<Vec<bool>> {
+    attention_layers(text, n_layers, &["full_attention"])
+}
+
+/// The same with the spellings of layers that attend.
+pub(crate) fn attention_layers(
+    text: &ConfigView<'_>,
+    n_layers: usize,
+    spellings: &[&str],
+) -> Result<Vec<bool>> {
     let Some(types) = text.opt_strs("layer_types")? else {
         let interval =
             positive("full_attention_interval", text.usize_or("full_attention_interval", 4)?)?;
@@ -153,9 +179,12 @@ pub(crate) fn full_attention_layers(text: &ConfigView<'_>, n_layers: usize) -> R
         return refuse("layer_types", format!("{} entries", types.len()), expected);
     }
     let full = |kind: &&str| match *kind {
-        "full_attention" => Ok(true),
         "linear_attention" => Ok(false),
-        other => refuse("layer_types", other, "`linear_attention` or `full_attention`"),
+        kind if spellings.contains(&kind) => Ok(true),
+        other => {
+            let attends = spellings.join("` or `");
+            refuse("layer_types", other, format!("`linear_attention` or `{attends}`"))
+        }
     };
     types.iter().map(full).collect()
 }

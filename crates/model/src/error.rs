@@ -71,6 +71,26 @@ pub enum ModelError {
         /// Encoding of expert 0.
         expected: String,
     },
+    /// The shards of one table are stored in different encodings.
+    #[error("`{tensor}` is stored as {found}, the first shard of its table as {expected}")]
+    MixedTable {
+        /// Tensor that differs.
+        tensor: String,
+        /// Its encoding.
+        found: String,
+        /// Encoding of the first shard.
+        expected: String,
+    },
+    /// A buffer of the checkpoint contradicts what the config says.
+    #[error("`{tensor}` is {found}, expected {expected}")]
+    Buffer {
+        /// Tensor name.
+        tensor: String,
+        /// Value found, and where in it.
+        found: String,
+        /// What would be right.
+        expected: String,
+    },
     /// The container's expert table does not match what the config says.
     #[error("layer {layer} of the packed experts has {found}, expected {expected}")]
     PackedExperts {

@@ -4,7 +4,9 @@ use crate::config::Result;
 use crate::error::ModelError;
 use crate::experts::{self, ExpertShape, ExpertTable};
 use crate::mtp::MtpNames;
+use crate::registry::ModelOptions;
 use crate::stored::Stored;
+use crate::tables::{self, TableShape};
 use snowmelt_backend::{Backend, BufType, ExpertLayout, Limits, Pass};
 use snowmelt_weights::{Checkpoint, Encoding, TensorInfo};
 use std::collections::BTreeSet;
@@ -97,6 +99,22 @@ impl<'a> Tensors<'a> {
         experts::locate(self.checkpoint, shape, prefix, &mut |name| {
             used.insert(name.to_owned());
         })
+    }
+
+    /// A buffer of integers, where the checkpoint has it.
+    pub(crate) fn integers(&mut self, name: &str, len: usize) -> Result<Option<Vec<i64>>> {
+        let Some(info) = self.checkpoint.tensor(name) else { return Ok(None) };
+        self.used.insert(name.to_owned());
+        if info.dtype != "I64" || info.values() != len {
+            return Err(ModelError::Buffer {
+                tensor: name.to_owned(),
+                found: format!("{} {:?}", info.dtype, info.shape),
+                expected: format!("I64 [{len}]"),
+            });
+        }
+        let mut bytes = vec![0; len * 8];
+        self.checkpoint.read(info.file, info.offset, &mut bytes)?;
+        Ok(Some(bytes.as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect()))
     }
 
     /// Names that lie outside the trunk. Names inside it that no one asked for are an error.
@@ -213,6 +231,24 @@ pub trait Loader {
     /// When tensors are missing, have other shapes, or differ in encoding.
     fn experts(&mut self, shape: &ExpertShape, prefix: &str) -> Result<ExpertLayout>;
 
+    /// A table that stays on disk; returns its index in [`crate::Step::tables`].
+    ///
+    /// # Errors
+    /// When shards are missing, have other shapes, or differ in encoding.
+    fn table(&mut self, shape: &TableShape) -> Result<usize>;
+
+    /// A buffer of integers that follows from the config, where the checkpoint has it.
+    ///
+    /// # Errors
+    /// When it is no such buffer, or cannot be read.
+    fn integers(&mut self, name: &str, len: usize) -> Result<Option<Vec<i64>>>;
+
+    /// Tokens that the family looks back at, see [`snowmelt_backend::Rows::history`].
+    fn history(&mut self, tokens: usize);
+
+    /// What the user asks of the family.
+    fn options(&self) -> ModelOptions;
+
     /// Sizes of the family, to be raised.
     fn limits(&mut self) -> &mut Limits;
 }
@@ -225,6 +261,8 @@ pub struct WeightLoader<'a, B: Backend> {
     rows: usize,
     outputs: usize,
     states: usize,
+    tables: usize,
+    options: ModelOptions,
     limits: Limits,
     /// Read buffer, bounded whatever the tensor.
     chunk: Vec<u8>,
@@ -237,12 +275,21 @@ impl<'a, B: Backend> WeightLoader<'a, B> {
     pub(crate) fn new(
         checkpoint: &'a Checkpoint,
         backend: &'a B,
+        options: ModelOptions,
         rows: usize,
         outputs: usize,
     ) -> Self {
-        let tensors = Tensors::new(checkpoint);
-        let limits = Limits::default();
-        Self { backend, tensors, rows, outputs, states: 0, limits, chunk: Vec::new() }
+        Self {
+            backend,
+            tensors: Tensors::new(checkpoint),
+            rows,
+            outputs,
+            states: 0,
+            tables: 0,
+            options,
+            limits: Limits::default(),
+            chunk: Vec::new(),
+        }
     }
 
     /// Reads rows `range` of `stored` into `weight` from row `at` on, a chunk at a time.
@@ -359,6 +406,22 @@ impl<B: Backend> Loader for WeightLoader<'_, B> {
 
     fn experts(&mut self, shape: &ExpertShape, prefix: &str) -> Result<ExpertLayout> {
         Ok(self.tensors.experts(shape, prefix)?.layout)
+    }
+
+    fn table(&mut self, shape: &TableShape) -> Result<usize> {
+        tables::locate(&mut self.tensors, shape)?;
+        self.tables += 1;
+        Ok(self.tables - 1)
+    }
+
+    fn integers(&mut self, name: &str, len: usize) -> Result<Option<Vec<i64>>> {
+        self.tensors.integers(name, len)
+    }
+
+    fn history(&mut self, _: usize) {}
+
+    fn options(&self) -> ModelOptions {
+        self.options
     }
 
     fn limits(&mut self) -> &mut Limits {

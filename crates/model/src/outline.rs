@@ -3,6 +3,8 @@
 use crate::config::{Result, Trunk};
 use crate::experts::{ExpertShape, Fused};
 use crate::loader::{Loader, StateKind, Tensors, Use};
+use crate::registry::ModelOptions;
+use crate::tables::TableShape;
 use snowmelt_backend::{ExpertLayout, Limits, MatrixLayout};
 use snowmelt_weights::{Checkpoint, Encoding};
 use std::ops::Range;
@@ -84,6 +86,7 @@ pub(crate) struct OutlineLoader<'a> {
     limits: Limits,
     outline: Outline,
     embedding: u64,
+    tables: usize,
     /// Width of each state that grows by the token, with its window.
     per_token: Vec<(usize, Option<usize>)>,
 }
@@ -107,7 +110,14 @@ impl<'a> OutlineLoader<'a> {
             per_sequence: 0,
         };
         let tensors = Tensors::new(checkpoint);
-        Self { tensors, limits: Limits::default(), outline, embedding: 0, per_token: Vec::new() }
+        Self {
+            tensors,
+            limits: Limits::default(),
+            outline,
+            embedding: 0,
+            tables: 0,
+            per_token: Vec::new(),
+        }
     }
 
     /// The sums.
@@ -193,6 +203,23 @@ impl Loader for OutlineLoader<'_> {
         let (count, top_k) = (shape.n_experts as u64, self.limits.top_k as u64);
         self.outline.experts.push(ExpertOutline { count, values, top_k });
         Ok(layout)
+    }
+
+    fn table(&mut self, shape: &TableShape) -> Result<usize> {
+        self.outline.table += shape.rows as u64 * shape.width as u64;
+        self.outline.table_row += shape.rows_a_token as u64 * shape.width as u64;
+        self.tables += 1;
+        Ok(self.tables - 1)
+    }
+
+    fn integers(&mut self, _: &str, _: usize) -> Result<Option<Vec<i64>>> {
+        Ok(None)
+    }
+
+    fn history(&mut self, _: usize) {}
+
+    fn options(&self) -> ModelOptions {
+        ModelOptions::default()
     }
 
     fn limits(&mut self) -> &mut Limits {

@@ -7,7 +7,7 @@ use snowmelt_backend::{Backend, Rows, View};
 pub struct Stage {
     /// Layer index.
     pub layer: usize,
-    /// `layer.*`, `attention.*`, `gdn.*` or `router.*`, see [`STAGES`].
+    /// `layer.*`, `attention.*`, `hc.*`, `gdn.*` or `router.*`, see [`STAGES`].
     pub name: &'static str,
 }
 
@@ -19,6 +19,12 @@ pub const STAGES: &[(&str, &str)] = &[
     ("attention.k", "keys after norm and rotation"),
     ("attention.v", "values"),
     ("attention.out", "result of attention, before the output projection"),
+    ("hc.normed", "streams after the norm of the mixing half's connection"),
+    ("hc.gate", "its gate, before the sigmoid"),
+    ("hc.mixed", "input of the mixing half"),
+    ("hc.branch", "result of the mixing half"),
+    ("hc.inject", "weights of the way back, before 2 sigmoid(x / streams)"),
+    ("hc.joined", "streams after the way back"),
     ("gdn.before", "q, k, v after convolution and SiLU"),
     ("gdn.after", "q and k L2-normalised, q scaled; v"),
     ("gdn.decay", "factor of the state"),

@@ -7,10 +7,27 @@ use crate::loader::WeightLoader;
 use crate::outline::{Outline, OutlineLoader};
 use crate::probe::{Probe, show};
 use crate::quantisation;
-use crate::{deepseek, gemma4, gpt_oss, llama, qwen3_5, qwen3_moe, qwen3_next};
-use snowmelt_backend::{Backend, ExpertFetch, Limits, MoeWork, Rows, StepError, View};
+use crate::{deepseek, gemma4, gpt_oss, llama, qwen3_5, qwen3_moe, qwen3_next, qwen4_exp};
+use snowmelt_backend::{Backend, ExpertFetch, Limits, MoeWork, RowFetch, Rows, StepError, View};
 use snowmelt_weights::{Checkpoint, ConfigView};
 use std::ops::Range;
+
+/// Which tokens layers with an indexer of blocks attend to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Qsa {
+    /// Those that the indexer chooses, as the model was trained.
+    #[default]
+    Sparse,
+    /// All, for comparison.
+    Dense,
+}
+
+/// What the user asks of a family.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ModelOptions {
+    /// Of layers with an indexer of blocks.
+    pub qsa: Qsa,
+}
 
 /// What one step works with.
 pub struct Step<'a, B: Backend, F> {
@@ -24,6 +41,8 @@ pub struct Step<'a, B: Backend, F> {
     pub state: &'a [B::Buf],
     /// The experts.
     pub fetch: &'a mut F,
+    /// Tables that stay on disk, in the order of [`Census::tables`].
+    pub tables: &'a mut dyn RowFetch,
     /// Host memory of the expert loop, and which rows failed.
     pub work: &'a mut MoeWork,
     /// Who looks at values inside.
@@ -86,9 +105,9 @@ macro_rules! families {
         ///
         /// # Errors
         /// When the family is not known, or a tensor or config field is wrong.
-        pub fn census(checkpoint: &Checkpoint) -> Result<Census> {
+        pub fn census(checkpoint: &Checkpoint, options: ModelOptions) -> Result<Census> {
             let (config, family) = identify(checkpoint)?;
-            let mut l = CensusLoader::new(checkpoint);
+            let mut l = CensusLoader::new(checkpoint, options);
             let trunk = match family {
                 $($name => $load(&config, &mut l)?.1,)+
                 _ => unreachable!("`identify` names a family of the table"),
@@ -108,6 +127,8 @@ macro_rules! families {
                 constant_bytes: l.constant_bytes,
                 embedding_bytes,
                 experts: l.experts,
+                tables: l.tables,
+                history_tokens: l.history_tokens,
                 state: l.state,
                 scratch_width: l.scratch_width,
                 outputs_width: l.outputs_width,
@@ -132,19 +153,20 @@ macro_rules! families {
         }
 
         /// Reads the weights into `backend` and reserves its scratch for `limits` (those of the
-        /// census, with `rows` and `context_tokens` set) and `outputs` rows of logits at a time.
+        /// census with the same options, with `rows` and `context_tokens` set) and `outputs` rows of logits at a time.
         ///
         /// # Errors
         /// As [`census`], or when a file cannot be read.
         pub fn load<B: Backend, F: ExpertFetch<B>>(
             checkpoint: &Checkpoint,
             backend: &B,
+            options: ModelOptions,
             limits: &Limits,
             outputs: usize,
         ) -> Result<Loaded<B, F>> {
             let (config, family) = identify(checkpoint)?;
             backend.prepare(limits);
-            let mut l = WeightLoader::new(checkpoint, backend, limits.rows, outputs);
+            let mut l = WeightLoader::new(checkpoint, backend, options, limits.rows, outputs);
             match family {
                 $($name => Ok(Box::new($load(&config, &mut l)?.0)),)+
                 _ => unreachable!("`identify` names a family of the table"),
@@ -158,6 +180,7 @@ families! {
     "qwen3_next" ["qwen3_next"] => qwen3_next::load;
     "qwen3_5_moe" ["qwen3_5_moe", "qwen3_5_moe_text"] => qwen3_5::moe::load;
     "qwen3_5" ["qwen3_5", "qwen3_5_text"] => qwen3_5::load;
+    "qwen4_exp" ["qwen4_exp", "qwen4_exp_text"] => qwen4_exp::load;
     "deepseek_v3" ["deepseek_v3", "kimi_k2"] => deepseek::load;
     "deepseek_v32" ["deepseek_v32"] => deepseek::v32::load;
     "gemma4" ["gemma4", "gemma4_text"] => gemma4::load;

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use serde_json::{Value, json};
-use snowmelt_model::census;
+use snowmelt_model::{ModelOptions, census};
 use snowmelt_weights::Checkpoint;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -33,7 +33,7 @@ fn changed(
     let file = [&(text.len() as u64).to_le_bytes()[..], &text, &bytes[8 + len..]].concat();
     fs::write(folder.path().join("model.safetensors"), file).unwrap();
     let checkpoint = Checkpoint::open(folder.path()).map_err(|error| error.to_string())?;
-    census(&checkpoint).map(|_| ()).map_err(|error| error.to_string())
+    census(&checkpoint, ModelOptions::default()).map(|_| ()).map_err(|error| error.to_string())
 }
 
 fn text(config: &mut Value) -> &mut Value {
@@ -176,7 +176,7 @@ fn missing_surplus_and_misshapen_tensors() {
 #[test]
 fn names_outside_the_trunk_are_skipped_and_listed() {
     let checkpoint = Checkpoint::open(&fixture("qwen3_5_moe")).unwrap();
-    let census = census(&checkpoint).unwrap();
+    let census = census(&checkpoint, ModelOptions::default()).unwrap();
     assert_eq!(census.skipped, ["model.visual.patch_embed.proj.weight", "mtp.fc.weight"]);
 }
 
@@ -184,7 +184,7 @@ fn names_outside_the_trunk_are_skipped_and_listed() {
 #[test]
 fn the_census_counts() {
     let checkpoint = Checkpoint::open(&fixture("qwen3_next")).unwrap();
-    let census = census(&checkpoint).unwrap();
+    let census = census(&checkpoint, ModelOptions::default()).unwrap();
     assert_eq!((census.family, census.n_vocab, census.n_layers), ("qwen3_next", 320, 4));
     assert_eq!(census.n_experts_total(), 32);
     // gate, up and down of 32 x 64 in bf16, rounded up to a page.

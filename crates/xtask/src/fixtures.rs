@@ -12,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Families that have fixtures.
-const FAMILIES: [&str; 11] = [
+const FAMILIES: [&str; 13] = [
     "qwen3_moe",
     "qwen3_next",
     "qwen3_5_moe",
@@ -24,6 +24,8 @@ const FAMILIES: [&str; 11] = [
     "llama",
     "qwen2",
     "qwen3",
+    "qwen4_exp",
+    "gpt_oss",
 ];
 /// Files copied as they are.
 const COPIED: [&str; 3] = ["model.safetensors", "config.json", "config.published.json"];

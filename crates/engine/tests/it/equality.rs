@@ -5,7 +5,7 @@
 
 use crate::support::{FAMILIES, cpu, open, packed_from, root};
 use snowmelt_backend_cpu::Activations;
-use snowmelt_engine::{Engine, EngineOptions, Feed, Io, Outputs, Residency};
+use snowmelt_engine::{Engine, EngineOptions, Feed, Io, ModelOptions, Outputs, Residency};
 use snowmelt_weights::{Checkpoint, Encoding};
 
 /// Where experts come from.
@@ -117,7 +117,7 @@ fn text(seed: u32, len: usize, n_vocab: usize) -> Vec<u32> {
 
 /// Bits of the logits of every token of a text.
 fn logits(checkpoint: &Checkpoint, activations: Activations, setting: Setting) -> Vec<u32> {
-    let census = snowmelt_model::census(checkpoint).unwrap();
+    let census = snowmelt_model::census(checkpoint, ModelOptions::default()).unwrap();
     let (experts, top_k) = (census.n_experts_total(), census.limits.top_k);
     let slots = match setting.slots {
         Slots::Fewest => top_k,

@@ -3,7 +3,9 @@
 use crate::support::{cpu, fixture, open, packed_from};
 use snowmelt_backend::RouteObserver;
 use snowmelt_backend_cpu::{Activations, CpuBackend};
-use snowmelt_engine::{Engine, EngineError, EngineOptions, Feed, Outputs, Residency};
+use snowmelt_engine::{
+    Engine, EngineError, EngineOptions, Feed, ModelOptions, Outputs, Residency, Sources,
+};
 use snowmelt_expert_store::{
     Fault, FaultKind, FaultSource, FaultWhen, FileSpec, PreadSource, SourceOptions,
 };
@@ -39,7 +41,8 @@ fn faulty(
     let inner = PreadSource::open(&files, &SourceOptions::default()).unwrap();
     let source = FaultSource::new(inner).with_script(script.iter().copied());
     let backend = cpu(2, Activations::F32);
-    Engine::open_with(checkpoint, backend, options, Some(Box::new(source))).unwrap()
+    let sources = Sources { experts: Some(Box::new(source)), rows: None };
+    Engine::open_with(checkpoint, backend, options, sources).unwrap()
 }
 
 #[expect(clippy::result_large_err, reason = "a test looks at it once")]
@@ -248,7 +251,7 @@ fn budgets_and_slots_that_are_too_small_show_the_subtraction() {
 fn the_smallest_budget_works() {
     let checkpoint = Checkpoint::open(&fixture("qwen3_next")).unwrap();
     let backend = || cpu(1, Activations::F32);
-    let census = snowmelt_model::census(&checkpoint).unwrap();
+    let census = snowmelt_model::census(&checkpoint, ModelOptions::default()).unwrap();
     let generous = EngineOptions { memory_bytes: Some(1 << 30), ..EngineOptions::default() };
     let plan = Engine::plan_for(&checkpoint, &backend(), &census, &generous).unwrap();
     // The process grows a little between the two plans, as other tests run in it.

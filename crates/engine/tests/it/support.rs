@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Families with fixtures in the repository.
-pub(crate) const FAMILIES: [&str; 11] = [
+pub(crate) const FAMILIES: [&str; 13] = [
     "qwen3_moe",
     "qwen3_next",
     "qwen3_5_moe",
@@ -21,6 +21,8 @@ pub(crate) const FAMILIES: [&str; 11] = [
     "llama",
     "qwen2",
     "qwen3",
+    "qwen4_exp",
+    "gpt_oss",
 ];
 
 pub(crate) fn root() -> PathBuf {
