@@ -91,7 +91,7 @@ enum Format {
 
 pub(crate) fn run(args: &CaptureArgs, ui: Ui) -> Result<ExitCode> {
     let checkpoint = model::open(args.model.get()?, ui)?;
-    let ids = input::ids(&args.ids)?;
+    let ids = input::ids(&args.ids, ui)?;
     ensure!(!ids.is_empty(), "`{}` holds no token ids", args.ids.display());
     let mut engine = run::open_engine(&args.engine, &checkpoint, Some(ids.len()), ui)?;
     let mut what = args.what.clone();

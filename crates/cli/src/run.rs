@@ -11,7 +11,7 @@ use crate::{chat, input, interrupt};
 use anyhow::{Result, bail, ensure};
 use clap::Args;
 use serde_json::{Value, json};
-use snowmelt_engine::{Engine, GenerateOptions, Sampler, end_of_text};
+use snowmelt_engine::{Engine, GenerateOptions, ModelOptions, Sampler, end_of_text};
 use snowmelt_text::{ChatTemplate, Message, RenderOptions, Specials, Tokenizer};
 use snowmelt_weights::Checkpoint;
 use std::io::IsTerminal;
@@ -159,7 +159,7 @@ const TOKEN_BYTES_MAX: usize = 256;
 
 /// Refuses a text that no context holds before a template and a tokenizer work on it for minutes.
 fn check_length(text: &str, checkpoint: &Checkpoint) -> Result<()> {
-    let context = snowmelt_model::census(checkpoint)?.context_max;
+    let context = snowmelt_model::census(checkpoint, ModelOptions::default())?.context_max;
     let most = context.saturating_mul(TOKEN_BYTES_MAX);
     ensure!(
         text.len() <= most,

@@ -5,7 +5,7 @@ use crate::output::{self, Ui, Unit};
 use crate::size::Bytes;
 use anyhow::{Result, anyhow};
 use clap::Args;
-use snowmelt_model::ModelError;
+use snowmelt_model::{ModelError, ModelOptions};
 use snowmelt_weights::{CheckpointKind, Damage, VerifyReport, WeightsError, verify};
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -71,7 +71,7 @@ fn check(name: &str, ui: Ui) -> Result<VerifyReport> {
     let report = report?;
     if checkpoint.kind() == CheckpointKind::Packed && report.damage.count == 0 {
         // What no digest tells: whether family, config and tensors belong together.
-        match snowmelt_model::census(&checkpoint) {
+        match snowmelt_model::census(&checkpoint, ModelOptions::default()) {
             Ok(_) | Err(ModelError::UnknownFamily { .. }) => {}
             Err(error) => return Err(error.into()),
         }
