@@ -12,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Families that have fixtures.
-const FAMILIES: [&str; 4] = ["qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5"];
+const FAMILIES: [&str; 5] = ["qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5", "gpt_oss"];
 /// Files copied as they are.
 const COPIED: [&str; 3] = ["model.safetensors", "config.json", "config.published.json"];
 /// Most rows of logits a family.

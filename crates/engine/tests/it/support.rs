@@ -9,7 +9,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Families with fixtures in the repository.
-pub(crate) const FAMILIES: [&str; 4] = ["qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5"];
+pub(crate) const FAMILIES: [&str; 5] =
+    ["qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5", "gpt_oss"];
 
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
