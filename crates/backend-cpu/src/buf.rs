@@ -115,7 +115,7 @@ impl CpuWeight {
     /// The encoded rows.
     pub(crate) fn matrix(&self) -> Matrix {
         let (encoding, d_out, d_in) = (self.encoding, self.d_out, self.d_in);
-        Matrix { ptr: self.rows.ptr(), encoding, d_out, d_in }
+        Matrix { ptr: self.rows.ptr(), encoding, d_out, d_in, laid: None }
     }
 
     /// One encoded row.

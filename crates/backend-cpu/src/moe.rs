@@ -3,7 +3,7 @@
 use crate::backend::{Run, Tools};
 use crate::buf::CpuBuf;
 use crate::elementwise::Zip;
-use crate::linear::{Input, Linear, Matrix, unit};
+use crate::linear::{Input, Laid, Linear, Matrix, unit};
 use crate::matmul::{Places, round};
 use crate::quantise::Which;
 use crate::scratch::{Lists, PAIRS, Sizes, ThreadAreas, thread_floats};
@@ -182,6 +182,7 @@ fn common_unit([a, b]: [&MatrixLayout; 2]) -> usize {
 /// What one thread does of one expert.
 struct Piece {
     matrices: [Matrix; 3],
+    biases: Option<[Laid; 3]>,
     pairs: Range<usize>,
     outputs: Range<usize>,
 }
@@ -200,6 +201,10 @@ impl Wave<'_> {
                 for &i in which {
                     let linear = Linear::new(piece.matrices[i], x, out[i]);
                     self.linear(thread, &piece, &Linear { x_rows, ..linear });
+                    if let Some(biases) = &piece.biases {
+                        let (outputs, n) = (piece.outputs.clone(), piece.pairs.len());
+                        biases[i].add(outputs, n, |t| out[i].row(t));
+                    }
                 }
                 if which.contains(&1) {
                     let (rows, columns) = (0..piece.pairs.len(), piece.outputs);
@@ -220,6 +225,10 @@ impl Wave<'_> {
                 let out_rows = Some(&self.lists.pair_outs[piece.pairs.clone()]);
                 let linear = Linear::new(piece.matrices[2], inner.skip(from), out);
                 self.linear(thread, &piece, &Linear { out_rows, ..linear });
+                if let Some(biases) = &piece.biases {
+                    let rows = &self.lists.pair_outs[piece.pairs.clone()];
+                    biases[2].add(piece.outputs.clone(), rows.len(), |t| out.row(rows[t] as usize));
+                }
             });
         });
     }
@@ -251,9 +260,11 @@ impl Wave<'_> {
             let mine = unit_at(low)..unit_at(high);
             base += units * cost;
             if !mine.is_empty() {
-                let matrices = self.ffn.slab.pieces(self.present.slot(index), self.ffn.layout);
+                let Ffn { slab, layout, .. } = self.ffn;
+                let slot = self.present.slot(index);
+                let (matrices, biases) = (slab.pieces(slot, layout), slab.biases(slot, layout));
                 let outputs = mine.start * unit..(mine.end * unit).min(d_out);
-                job(Piece { matrices, pairs, outputs });
+                job(Piece { matrices, biases, pairs, outputs });
             }
         }
     }

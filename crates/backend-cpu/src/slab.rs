@@ -1,10 +1,11 @@
 //! Slots of expert records.
 #![allow(unsafe_code)]
 
-use crate::linear::Matrix;
+use crate::linear::{Laid, Matrix};
 use crate::memory::{Memory, PAGE};
 use snowmelt_backend::{ExpertLayout, HostRecords, MatrixLayout, Slab};
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Slot memory of [`CpuBackend`](crate::CpuBackend). Cloning clones the handle.
@@ -34,26 +35,42 @@ impl CpuSlab {
 
     /// The matrices of the record in a slot.
     pub(crate) fn pieces(&self, slot: u32, layout: &ExpertLayout) -> [Matrix; 3] {
-        let pieces = layout.pieces();
-        std::array::from_fn(|i| self.piece(slot, i, pieces[i]))
+        layout.pieces().map(|piece| {
+            let laid = self.laid(slot, piece);
+            let (ptr, encoding) = (laid.rows.cast(), piece.encoding);
+            let laid = (!piece.is_plain()).then_some(laid);
+            assert!(laid.is_none() || !encoding.is_quantised(), "{encoding} in {piece:?}");
+            Matrix { ptr, encoding, d_out: piece.d_out, d_in: piece.d_in, laid }
+        })
     }
 
-    fn piece(&self, slot: u32, index: usize, layout: &MatrixLayout) -> Matrix {
-        let ptr = match &*self.0 {
+    /// The biases of the record in a slot.
+    pub(crate) fn biases(&self, slot: u32, layout: &ExpertLayout) -> Option<[Laid; 3]> {
+        layout.biases.map(|biases| biases.map(|bias| self.laid(slot, &bias)))
+    }
+
+    fn laid(&self, slot: u32, layout: &MatrixLayout) -> Laid {
+        let [rows, scales] = layout.regions().map(|range| self.bytes(slot, range));
+        Laid { layout: *layout, rows, scales }
+    }
+
+    fn bytes(&self, slot: u32, range: Range<usize>) -> *const [u8] {
+        if range.is_empty() {
+            return &[];
+        }
+        match &*self.0 {
             Slots::Own { slot_bytes, .. } => {
-                let end = layout.offset + layout.bytes();
+                let end = range.end;
                 assert!(end <= *slot_bytes, "a piece ends at {end} in slots of {slot_bytes} bytes");
-                self.at(slot, layout.offset).cast_const()
+                let first = self.at(slot, range.start).cast_const();
+                std::ptr::slice_from_raw_parts(first, range.len())
             }
             Slots::Adopted(records) => {
-                let bytes = records.piece(slot, index);
-                let (found, wanted) = (bytes.len(), layout.bytes());
-                assert!(found >= wanted, "piece {index} has {found} bytes, wanted {wanted}");
-                bytes.as_ptr()
+                let bytes = records.bytes(slot, range.clone());
+                assert_eq!(bytes.len(), range.len(), "bytes of {range:?} of record {slot}");
+                bytes
             }
-        };
-        let MatrixLayout { encoding, d_out, d_in, .. } = *layout;
-        Matrix { ptr, encoding, d_out, d_in }
+        }
     }
 
     /// A byte of an own slot.

@@ -168,6 +168,46 @@ impl MatrixLayout {
         }
     }
 
+    /// Copies rows `range` as they would be stored plainly.
+    ///
+    /// **Shapes.** `out: [range.len(), encoding.row_bytes(d_in)]`
+    ///
+    /// # Panics
+    /// If `bytes` are not what [`Self::regions`] says.
+    pub fn copy_rows(&self, bytes: MatrixBytes<'_>, range: Range<usize>, out: &mut [u8]) {
+        let (d_in, row_bytes) = (self.d_in, self.encoding.row_bytes(self.d_in));
+        assert_eq!(out.len(), range.len() * row_bytes, "{range:?} of {self:?}");
+        let (stored_bytes, blocks) =
+            (self.stored_row_bytes(), d_in.div_ceil(self.encoding.group()));
+        for (row, out) in range.zip(out.chunks_exact_mut(row_bytes)) {
+            if let Order::Transposed { first, step, width } = self.order {
+                let each = self.encoding.row_bytes(1);
+                for (c, out) in out.chunks_exact_mut(each).enumerate() {
+                    let at = (c * width + first + step * row) * each;
+                    out.copy_from_slice(&bytes.rows[at..at + each]);
+                }
+                continue;
+            }
+            let row = self.stored_row(row);
+            let (codes, scales) = out.split_at_mut(stored_bytes);
+            codes.copy_from_slice(&bytes.rows[row * stored_bytes..][..stored_bytes]);
+            match self.scales {
+                Scales::Inline => {}
+                Scales::Exponents { .. } => {
+                    scales.copy_from_slice(&bytes.scales[row * blocks..][..blocks]);
+                }
+                Scales::Blocks { encoding, .. } => {
+                    let each = encoding.row_bytes(1);
+                    let from = row / BLOCK_ROWS * blocks;
+                    for (block, out) in scales.chunks_exact_mut(4).enumerate() {
+                        let scale = &bytes.scales[(from + block) * each..][..each];
+                        out.copy_from_slice(&value(encoding, scale).to_le_bytes());
+                    }
+                }
+            }
+        }
+    }
+
     /// Some rows of a matrix that is stored transposed: each column has its part of them together.
     fn gather(&self, bytes: &[u8], [first, step, width]: [usize; 3], rows: usize, out: &mut [f32]) {
         let each = self.encoding.row_bytes(1);
@@ -235,6 +275,14 @@ mod tests {
             let range = 2 * i..2 * i + out.len() / layout.d_in;
             layout.decode_rows(MatrixBytes { rows, scales }, range, out);
         }
+        // Rows copied to plain order decode to the same.
+        let plain = MatrixLayout::plain(layout.encoding, layout.d_out, layout.d_in, 0);
+        let mut copy = vec![0; plain.bytes()];
+        layout.copy_rows(MatrixBytes { rows, scales }, 0..layout.d_out, &mut copy);
+        let mut again = vec![f32::NAN; out.len()];
+        let bytes = MatrixBytes { rows: &copy, scales: &[] };
+        plain.decode_rows(bytes, 0..layout.d_out, &mut again);
+        assert!(out.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits()), "{layout:?}");
         out
     }
 

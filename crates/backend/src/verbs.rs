@@ -447,7 +447,7 @@ pub struct Shared<'a, Buf> {
 pub trait HostRecords: Send + Sync + fmt::Debug {
     /// Number of records.
     fn records(&self) -> u32;
-    /// Bytes of a record, of one region of one of its matrices
+    /// Bytes of a record, of one region that is not empty of one of its matrices
     /// ([`MatrixLayout::regions`](crate::MatrixLayout::regions)). No alignment is promised.
     fn bytes(&self, slot: u32, range: Range<usize>) -> &[u8];
 }

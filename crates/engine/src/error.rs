@@ -5,7 +5,7 @@ use crate::sampler::SamplerError;
 use snowmelt_backend::StepError;
 use snowmelt_expert_store::StoreError;
 use snowmelt_model::ModelError;
-use snowmelt_weights::WeightsError;
+use snowmelt_weights::{Encoding, WeightsError};
 use std::path::PathBuf;
 
 /// Why the engine refuses or fails.
@@ -105,6 +105,14 @@ pub enum EngineError {
         wanted: &'static str,
         /// Why not.
         reason: &'static str,
+    },
+    /// An encoding that weights can be kept in and not converted to.
+    #[error(
+        "weights are not converted to `{encoding}`: they are kept in it where they are stored so"
+    )]
+    NotMade {
+        /// Asked for.
+        encoding: Encoding,
     },
     /// Digests to check reads against are only in packed containers.
     #[error(

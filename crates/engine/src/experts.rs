@@ -10,8 +10,9 @@ use snowmelt_expert_store::{
     MmapSource, Pins, PreadSource, ReadMode, RecordTable, SlotMemory, SourceOptions, Stats, Store,
     StoreError, StoreOptions, Verify,
 };
-use snowmelt_model::{Census, ExpertTable};
+use snowmelt_model::{Census, Span};
 use snowmelt_weights::{Bytes, Checkpoint, DataFile};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How experts are read.
@@ -65,7 +66,7 @@ pub(crate) fn record_table(census: &Census) -> RecordTable {
         (0..n_layers).map(|l| of_layer(l).map_or(0, |table| table.spans.len() as u32)).collect();
     RecordTable::from_layers(&counts, |key| {
         let table = of_layer(key.layer).expect("a key names a layer with experts");
-        let extent = |span: &snowmelt_model::Span| Extent {
+        let extent = |span: &Span| Extent {
             file: span.file,
             offset: span.offset,
             len: span.len,
@@ -141,8 +142,8 @@ fn uring(files: &[FileSpec], options: &SourceOptions) -> Result<Box<dyn BlockSou
 #[derive(Debug)]
 struct MappedRecords {
     files: Vec<MappedFile>,
-    /// `[slot][piece]`: file, offset, bytes.
-    pieces: Vec<[(u32, u64, usize); 3]>,
+    /// Of each slot.
+    spans: Vec<Vec<Span>>,
 }
 
 #[derive(Debug)]
@@ -153,32 +154,20 @@ enum MappedFile {
 
 impl HostRecords for MappedRecords {
     fn records(&self) -> u32 {
-        self.pieces.len() as u32
+        self.spans.len() as u32
     }
-    fn piece(&self, slot: u32, piece: usize) -> &[u8] {
-        let (file, offset, bytes) = self.pieces[slot as usize][piece];
-        let whole = match &self.files[file as usize] {
+    fn bytes(&self, slot: u32, range: Range<usize>) -> &[u8] {
+        let at = range.start as u64;
+        let holds =
+            |span: &&Span| (span.record_offset..span.record_offset + span.len).contains(&at);
+        let span = self.spans[slot as usize].iter().find(holds).expect("spans cover the record");
+        let whole = match &self.files[span.file as usize] {
             MappedFile::Map(maps, index) => maps.bytes(*index),
             MappedFile::Memory(bytes) => bytes.as_ref(),
         };
-        &whole[offset as usize..][..bytes]
+        // A region is part of one tensor, and so of one span.
+        &whole[(span.offset + at - span.record_offset) as usize..][..range.len()]
     }
-}
-
-/// Where each piece of a record lies in its file.
-pub(crate) fn piece_places(
-    table: &ExpertTable,
-) -> impl Iterator<Item = [(u32, u64, usize); 3]> + '_ {
-    table.spans.iter().map(|spans| {
-        table.layout.pieces().map(|piece| {
-            let at = piece.offset as u64;
-            let span = spans
-                .iter()
-                .find(|span| (span.record_offset..span.record_offset + span.len).contains(&at))
-                .expect("spans cover the record");
-            (span.file, span.offset + at - span.record_offset, piece.bytes())
-        })
-    })
 }
 
 fn mapped_records(checkpoint: &Checkpoint, census: &Census) -> Result<MappedRecords> {
@@ -195,8 +184,8 @@ fn mapped_records(checkpoint: &Checkpoint, census: &Census) -> Result<MappedReco
             (0..count).map(|index| MappedFile::Map(maps.clone(), index)).collect()
         }
     };
-    let pieces = census.experts.iter().flat_map(piece_places).collect();
-    Ok(MappedRecords { files, pieces })
+    let spans = census.experts.iter().flat_map(|table| table.spans.iter().cloned()).collect();
+    Ok(MappedRecords { files, spans })
 }
 
 /// Sets that may be open at once: one being computed, one read ahead, one to spare.

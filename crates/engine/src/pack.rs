@@ -1,13 +1,12 @@
 //! Re-laying a checkpoint into a packed container, with or without quantising it.
 
 use crate::error::{EngineError, Result};
-use crate::experts::piece_places;
 use serde_json::json;
-use snowmelt_model::{Census, ExpertTable, ModelOptions, TrunkTensor, Use};
+use snowmelt_backend::{MatrixBytes, MatrixLayout};
+use snowmelt_model::{BIAS_ROLES, Census, ExpertTable, ModelOptions, TrunkTensor, Use};
 use snowmelt_weights::{
     Checkpoint, Encoding, PackPlan, Packer, PlannedLayer, PlannedPiece, PlannedTensor,
 };
-use std::ops::Range;
 use std::path::Path;
 
 /// Files that travel with a model.
@@ -37,7 +36,7 @@ pub struct Packed {
 /// Writes `source` to the new folder `destination`. `progress(done, total)` counts bytes and may
 /// end the work by returning false; what is there then is continued by the next call.
 ///
-/// Memory: one expert record and one chunk of rows, whatever the size of the source.
+/// Memory: one expert record as stored and one as packed, and one chunk of rows, whatever the size of the source.
 ///
 /// # Errors
 /// When the source is refused or cannot be read, a weight is not finite, the destination exists,
@@ -48,6 +47,10 @@ pub fn pack(
     options: PackOptions,
     progress: &mut dyn FnMut(u64, u64) -> bool,
 ) -> Result<Option<Packed>> {
+    let asked = [options.experts, options.trunk].into_iter().flatten();
+    if let Some(encoding) = asked.into_iter().find(|encoding| !encoding.can_encode()) {
+        return Err(EngineError::NotMade { encoding });
+    }
     let census = snowmelt_model::census(source, ModelOptions::default())?;
     let mut kept = Vec::new();
     let plan = plan(source, &census, options, &mut kept)?;
@@ -62,13 +65,13 @@ pub fn pack(
             return Ok(None);
         }
     }
-    let mut rows = Rows::default();
-    let mut record = Vec::new();
+    let mut record = Record::default();
     while let Some((layer, expert)) = packer.next_record() {
         let table = census.experts.iter().find(|table| table.layer == layer);
         let table = table.expect("planned from the census");
-        read_record(source, &packer, table, expert, &mut rows, &mut record)?;
-        packer.write_record(layer, expert, &record)?;
+        record.read(source, table, expert)?;
+        record.convert(&packer, table, expert)?;
+        packer.write_record(layer, expert, &record.packed)?;
         if !progress(packer.bytes_done(), packer.bytes_total()) {
             return Ok(None);
         }
@@ -97,6 +100,12 @@ fn target(
     }
 }
 
+/// The pieces of a packed record, in order.
+fn roles(table: &ExpertTable) -> impl Iterator<Item = (&'static str, &MatrixLayout)> {
+    let roles = ["gate", "up", "down"].into_iter().chain(BIAS_ROLES);
+    roles.zip(table.layout.all_pieces())
+}
+
 fn plan(
     source: &Checkpoint,
     census: &Census,
@@ -114,17 +123,18 @@ fn plan(
     };
     let trunk = census.trunk.iter().map(trunk).collect();
     let layer = |table: &ExpertTable| {
-        let pieces = ["gate", "up", "down"].into_iter().zip(table.layout.pieces());
-        let piece = |(role, matrix): (&str, &snowmelt_backend::MatrixLayout)| {
+        let piece = |(role, matrix): (&'static str, &MatrixLayout)| {
             let name = format!("layer {} experts, {role}", table.layer);
             let (d_out, d_in) = (matrix.d_out, matrix.d_in);
-            let encoding = target(&name, matrix.encoding, d_in, options.experts, kept);
+            // Biases are small, and stay exact.
+            let wanted = options.experts.filter(|_| !BIAS_ROLES.contains(&role));
+            let encoding = target(&name, matrix.encoding, d_in, wanted, kept);
             PlannedPiece { role: role.to_owned(), encoding, d_out, d_in }
         };
         PlannedLayer {
             layer: table.layer,
             n_experts: table.spans.len() as u32,
-            pieces: pieces.map(piece).collect(),
+            pieces: roles(table).map(piece).collect(),
         }
     };
     let layers = census.experts.iter().map(layer).collect();
@@ -171,105 +181,81 @@ fn provenance(source: &Checkpoint, options: PackOptions) -> Result<serde_json::V
     }))
 }
 
-/// Buffers of a row conversion, kept for their memory.
-#[derive(Default)]
-struct Rows {
-    stored: Vec<u8>,
-    values: Vec<f32>,
-}
-
-/// Where encoded rows lie.
-struct Source<'a> {
-    checkpoint: &'a Checkpoint,
-    name: &'a str,
-    file: u32,
-    offset: u64,
-    encoding: Encoding,
-    d_in: usize,
-}
-
-impl Rows {
-    /// Fills `out` with rows `range` of `source`, in `encoding`.
-    fn convert(
-        &mut self,
-        source: &Source<'_>,
-        range: Range<usize>,
-        encoding: Encoding,
-        out: &mut [u8],
-    ) -> Result<()> {
-        let &Source { checkpoint, file, offset, d_in, .. } = source;
-        let stored_bytes = source.encoding.row_bytes(d_in);
-        let offset = offset + (range.start * stored_bytes) as u64;
-        if encoding == source.encoding {
-            return Ok(checkpoint.read(file, offset, out)?);
-        }
-        self.stored.resize(range.len() * stored_bytes, 0);
-        self.values.resize(d_in, 0.0);
-        checkpoint.read(file, offset, &mut self.stored)?;
-        let rows = out.chunks_exact_mut(encoding.row_bytes(d_in));
-        for (i, (stored, out)) in self.stored.chunks_exact(stored_bytes).zip(rows).enumerate() {
-            source.encoding.decode_row(stored, &mut self.values);
-            encoding.try_encode_row(source.name, range.start + i, &self.values, out)?;
-        }
-        Ok(())
-    }
-}
-
 fn write_tensor(
     source: &Checkpoint,
     packer: &mut Packer,
     tensor: &TrunkTensor,
     next: &PlannedTensor,
 ) -> Result<()> {
-    let info = source.tensor(&tensor.name).expect("the census found it");
-    let from = Source {
-        checkpoint: source,
-        name: &tensor.name,
-        file: info.file,
-        offset: info.offset,
-        encoding: tensor.encoding,
-        d_in: info.d_in(),
-    };
-    let mut rows = Rows::default();
+    let d_in = tensor.shape.last().copied().unwrap_or(1);
+    let (mut stored, mut values) = (Vec::new(), vec![0.0; d_in]);
     packer.write_tensor::<EngineError, _>(&next.name, |range, out| {
-        rows.convert(&from, range, next.encoding, out)
+        if next.encoding == tensor.encoding {
+            return Ok(tensor.read_rows(source, range, out)?);
+        }
+        let stored_bytes = tensor.encoding.row_bytes(d_in);
+        stored.resize(range.len() * stored_bytes, 0);
+        tensor.read_rows(source, range.clone(), &mut stored)?;
+        let rows = out.chunks_exact_mut(next.encoding.row_bytes(d_in));
+        for ((row, stored), out) in range.zip(stored.chunks_exact(stored_bytes)).zip(rows) {
+            tensor.encoding.decode_row(stored, &mut values);
+            next.encoding.try_encode_row(&next.name, row, &values, out)?;
+        }
+        Ok(())
     })
 }
 
 /// Rows converted at a time.
 const ROWS_AT_ONCE: usize = 64;
 
-fn read_record(
-    source: &Checkpoint,
-    packer: &Packer,
-    table: &ExpertTable,
-    expert: u32,
-    rows: &mut Rows,
-    record: &mut Vec<u8>,
-) -> Result<()> {
-    let layer = packer.expert_layers().iter().find(|layer| layer.layer == table.layer);
-    let layer = layer.expect("planned from the census");
-    record.clear();
-    record.resize(layer.record_bytes as usize, 0);
-    let places = piece_places(table).nth(expert as usize).expect("the packer counts experts");
-    for ((piece, matrix), place) in layer.pieces.iter().zip(table.layout.pieces()).zip(places) {
-        let (file, offset, _) = place;
-        let name = format!("layer {} expert {expert} {}", table.layer, piece.role);
-        let from = Source {
-            checkpoint: source,
-            name: &name,
-            file,
-            offset,
-            encoding: matrix.encoding,
-            d_in: matrix.d_in,
-        };
-        let row_bytes = piece.encoding.row_bytes(piece.d_in);
-        let out = &mut record[piece.offset as usize..][..piece.d_out * row_bytes];
-        for (i, out) in out.chunks_mut(ROWS_AT_ONCE * row_bytes).enumerate() {
-            let first = i * ROWS_AT_ONCE;
-            let range = first..first + out.len() / row_bytes;
-            rows.convert(&from, range, piece.encoding, out)?;
+/// An expert's record, before and after; kept for its memory.
+#[derive(Default)]
+struct Record {
+    stored: Vec<u8>,
+    values: Vec<f32>,
+    packed: Vec<u8>,
+}
+
+impl Record {
+    /// Reads the record as stored.
+    fn read(&mut self, source: &Checkpoint, table: &ExpertTable, expert: u32) -> Result<()> {
+        self.stored.clear();
+        self.stored.resize(table.record_bytes, 0);
+        for span in &table.spans[expert as usize] {
+            let to = &mut self.stored[span.record_offset as usize..][..span.len as usize];
+            source.read(span.file, span.offset, to)?;
         }
+        Ok(())
     }
-    Ok(())
+
+    /// Makes the packed record from the stored one.
+    fn convert(&mut self, packer: &Packer, table: &ExpertTable, expert: u32) -> Result<()> {
+        let layer = packer.expert_layers().iter().find(|layer| layer.layer == table.layer);
+        let layer = layer.expect("planned from the census");
+        let Self { stored, values, packed } = self;
+        packed.clear();
+        packed.resize(layer.record_bytes as usize, 0);
+        for (piece, matrix) in layer.pieces.iter().zip(table.layout.all_pieces()) {
+            let [rows, scales] = matrix.regions().map(|region| &stored[region]);
+            let bytes = MatrixBytes { rows, scales };
+            let row_bytes = piece.encoding.row_bytes(piece.d_in);
+            let out = &mut packed[piece.offset as usize..][..piece.d_out * row_bytes];
+            if piece.encoding == matrix.encoding {
+                matrix.copy_rows(bytes, 0..piece.d_out, out);
+                continue;
+            }
+            let name = format!("layer {} expert {expert} {}", table.layer, piece.role);
+            for (i, out) in out.chunks_mut(ROWS_AT_ONCE * row_bytes).enumerate() {
+                let first = i * ROWS_AT_ONCE;
+                let range = first..first + out.len() / row_bytes;
+                values.resize(range.len() * piece.d_in, 0.0);
+                matrix.decode_rows(bytes, range.clone(), values);
+                let values = values.chunks_exact(piece.d_in);
+                for ((row, values), out) in range.zip(values).zip(out.chunks_exact_mut(row_bytes)) {
+                    piece.encoding.try_encode_row(&name, row, values, out)?;
+                }
+            }
+        }
+        Ok(())
+    }
 }

@@ -83,6 +83,7 @@ impl HostSlab {
                 unsafe { from.copy_to_nonoverlapping(copy.as_mut_ptr(), range.len()) };
                 copy
             }
+            Memory::Adopted(_) if range.is_empty() => Vec::new(),
             Memory::Adopted(records) => records.bytes(slot, range).to_vec(),
         }
     }
