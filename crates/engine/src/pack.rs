@@ -3,7 +3,7 @@
 use crate::error::{EngineError, Result};
 use crate::experts::piece_places;
 use serde_json::json;
-use snowmelt_model::{Census, ExpertTable, ModelOptions, TrunkTensor, Use};
+use snowmelt_model::{Census, ExpertTable, ModelOptions, RowTable, TrunkTensor, Use};
 use snowmelt_weights::{
     Checkpoint, Encoding, PackPlan, Packer, PlannedLayer, PlannedPiece, PlannedTensor,
 };
@@ -56,8 +56,7 @@ pub fn pack(
     };
     let mut packer = Packer::create_or_resume_with(destination, plan, &mut checked)?;
     while let Some(next) = packer.next_tensor() {
-        let tensor = census.trunk.iter().find(|tensor| tensor.name == next.name);
-        write_tensor(source, &mut packer, tensor.expect("planned from the census"), &next)?;
+        write_tensor(source, &mut packer, &next)?;
         if !progress(packer.bytes_done(), packer.bytes_total()) {
             return Ok(None);
         }
@@ -112,7 +111,8 @@ fn plan(
             encoding: target(&tensor.name, tensor.encoding, d_in, wanted, kept),
         }
     };
-    let trunk = census.trunk.iter().map(trunk).collect();
+    let mut trunk: Vec<PlannedTensor> = census.trunk.iter().map(trunk).collect();
+    trunk.extend(census.tables.iter().flat_map(table_shards));
     let layer = |table: &ExpertTable| {
         let pieces = ["gate", "up", "down"].into_iter().zip(table.layout.pieces());
         let piece = |(role, matrix): (&str, &snowmelt_backend::MatrixLayout)| {
@@ -142,6 +142,15 @@ fn plan(
         sidecars,
         provenance: provenance(source, options)?,
         kept: kept.clone(),
+    })
+}
+
+/// Tables that stay on disk are stored as they are, each shard with its digest.
+fn table_shards(table: &RowTable) -> impl Iterator<Item = PlannedTensor> + '_ {
+    table.shards.iter().map(|shard| PlannedTensor {
+        name: shard.name.clone(),
+        shape: vec![shard.rows as usize, table.width],
+        encoding: table.encoding,
     })
 }
 
@@ -215,19 +224,14 @@ impl Rows {
     }
 }
 
-fn write_tensor(
-    source: &Checkpoint,
-    packer: &mut Packer,
-    tensor: &TrunkTensor,
-    next: &PlannedTensor,
-) -> Result<()> {
-    let info = source.tensor(&tensor.name).expect("the census found it");
+fn write_tensor(source: &Checkpoint, packer: &mut Packer, next: &PlannedTensor) -> Result<()> {
+    let info = source.tensor(&next.name).expect("planned from the census");
     let from = Source {
         checkpoint: source,
-        name: &tensor.name,
+        name: &next.name,
         file: info.file,
         offset: info.offset,
-        encoding: tensor.encoding,
+        encoding: info.encoding.expect("the census refuses unknown types"),
         d_in: info.d_in(),
     };
     let mut rows = Rows::default();
