@@ -559,10 +559,9 @@ pub(crate) struct Streams<W, Buf> {
     logits: Buf,
 }
 
-pub(crate) fn load<L: Loader>(
-    config: &ConfigView<'_>,
-    l: &mut L,
-) -> Result<(Streams<L::Weight, L::Buf>, Trunk)> {
+type LoadedAs<L> = Result<(Streams<<L as Loader>::Weight, <L as Loader>::Buf>, Trunk)>;
+
+pub(crate) fn load<L: Loader>(config: &ConfigView<'_>, l: &mut L) -> LoadedAs<L> {
     let config = Config::read(config)?;
     let (trunk, shape) = (config.trunk, config.residual);
     let (d, n_vocab) = (trunk.d_model, trunk.n_vocab);

@@ -286,7 +286,7 @@ fn synth_ple(part: &mut dyn FnMut(&str, &[usize]), number: &dyn Fn(&str) -> usiz
     part("ple.key_proj.weight", &[wide, embed]);
     part("ple.value_proj.weight", &[d, embed]);
     part("ple.conv1d.weight", &[wide, 1, number("ple_conv_kernel_size")]);
-    let is_prime = |n: &usize| (2..).take_while(|d| d * d <= *n).all(|d| n % d != 0);
+    let is_prime = |n: &usize| (2..=n.isqrt()).all(|d| !n.is_multiple_of(d));
     let primes = (number("ngram_vocab_size_base")..).filter(is_prime).skip(rank * heads);
     let rows: usize = primes.take(heads).sum();
     let rows = rows.next_multiple_of(number("make_ngram_vocab_size_divisible_by"));
