@@ -1,4 +1,5 @@
-//! How a model asks for routed experts and for rows of tables on disk. The engine implements these traits over `expert-store`.
+//! How a model asks for routed experts and for rows of tables on disk. The engine implements these
+//! traits over `expert-store`.
 
 use crate::verbs::Backend;
 use std::error::Error;

@@ -3,7 +3,7 @@
 use crate::error::{EngineError, Result};
 use serde_json::json;
 use snowmelt_backend::{MatrixBytes, MatrixLayout};
-use snowmelt_model::{BIAS_ROLES, Census, ExpertTable, ModelOptions, TrunkTensor, Use};
+use snowmelt_model::{BIAS_ROLES, Census, ExpertTable, ModelOptions, RowTable, TrunkTensor, Use};
 use snowmelt_weights::{
     Checkpoint, Encoding, PackPlan, Packer, PlannedLayer, PlannedPiece, PlannedTensor,
 };
@@ -59,8 +59,10 @@ pub fn pack(
     };
     let mut packer = Packer::create_or_resume_with(destination, plan, &mut checked)?;
     while let Some(next) = packer.next_tensor() {
-        let tensor = census.trunk.iter().find(|tensor| tensor.name == next.name);
-        write_tensor(source, &mut packer, tensor.expect("planned from the census"), &next)?;
+        match census.trunk.iter().find(|tensor| tensor.name == next.name) {
+            Some(tensor) => write_tensor(source, &mut packer, tensor, &next)?,
+            None => write_shard(source, &mut packer, &next)?,
+        }
         if !progress(packer.bytes_done(), packer.bytes_total()) {
             return Ok(None);
         }
@@ -121,7 +123,8 @@ fn plan(
             encoding: target(&tensor.name, tensor.encoding, d_in, wanted, kept),
         }
     };
-    let trunk = census.trunk.iter().map(trunk).collect();
+    let mut trunk: Vec<PlannedTensor> = census.trunk.iter().map(trunk).collect();
+    trunk.extend(census.tables.iter().flat_map(table_shards));
     let layer = |table: &ExpertTable| {
         let piece = |(role, matrix): (&'static str, &MatrixLayout)| {
             let name = format!("layer {} experts, {role}", table.layer);
@@ -152,6 +155,15 @@ fn plan(
         sidecars,
         provenance: provenance(source, options)?,
         kept: kept.clone(),
+    })
+}
+
+/// Tables that stay on disk are stored as they are, each shard with its digest.
+fn table_shards(table: &RowTable) -> impl Iterator<Item = PlannedTensor> + '_ {
+    table.shards.iter().map(|shard| PlannedTensor {
+        name: shard.name.clone(),
+        shape: vec![shard.rows as usize, table.width],
+        encoding: table.encoding,
     })
 }
 
@@ -202,6 +214,16 @@ fn write_tensor(
             next.encoding.try_encode_row(&next.name, row, &values, out)?;
         }
         Ok(())
+    })
+}
+
+/// A shard of a table that stays on disk, as it is.
+fn write_shard(source: &Checkpoint, packer: &mut Packer, next: &PlannedTensor) -> Result<()> {
+    let info = source.tensor(&next.name).expect("planned from the census");
+    let row_bytes = next.encoding.row_bytes(info.d_in());
+    packer.write_tensor::<EngineError, _>(&next.name, |range, out| {
+        let offset = info.offset + (range.start * row_bytes) as u64;
+        Ok(source.read(info.file, offset, out)?)
     })
 }
 

@@ -69,7 +69,7 @@ struct Table {
 #[derive(Debug)]
 pub(crate) struct Tables {
     store: Option<RowStore>,
-    tables: Vec<Table>,
+    list: Vec<Table>,
     /// One row as stored.
     stored: Vec<u8>,
     values: Vec<f32>,
@@ -88,12 +88,12 @@ impl Tables {
             decl: decl.clone(),
             rows: Vec::with_capacity(plan.rows * decl.rows_a_token),
         };
-        let tables: Vec<Table> = census.tables.iter().map(table).collect();
+        let list: Vec<Table> = census.tables.iter().map(table).collect();
         let bytes = census.tables.iter().map(RowTable::row_bytes).max().unwrap_or(0);
         let width = census.tables.iter().map(|table| table.rows_a_token * table.width).max();
         let mut opened = Self {
             store: None,
-            tables,
+            list,
             stored: vec![0; bytes],
             values: vec![0.0; plan.rows * width.unwrap_or(0)],
         };
@@ -142,7 +142,7 @@ fn spans(table: &RowTable) -> RowSpans {
 impl RowFetch for Tables {
     fn request(&mut self, table: usize, rows: &mut dyn Iterator<Item = u64>) {
         let store = self.store.as_mut().expect("opened with the tables of the census");
-        let Table { rows: numbers, .. } = &mut self.tables[table];
+        let Table { rows: numbers, .. } = &mut self.list[table];
         numbers.clear();
         for row in rows {
             store.request(table as u32, row);
@@ -152,7 +152,7 @@ impl RowFetch for Tables {
 
     fn wait(&mut self, table: usize, failed: &mut dyn FnMut(usize, &StepError)) -> &[f32] {
         let store = self.store.as_mut().expect("opened with the tables of the census");
-        let Table { decl, rows } = &self.tables[table];
+        let Table { decl, rows } = &self.list[table];
         let stored = &mut self.stored[..decl.row_bytes()];
         let values = &mut self.values[..rows.len() * decl.width];
         for (place, (&row, values)) in

@@ -38,8 +38,13 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// Allocations of `steps` decode steps after as many to warm up.
-fn allocations(options: &EngineOptions, activations: Activations, steps: usize) -> usize {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/oracle/qwen3_5_moe");
+fn allocations(
+    family: &str,
+    options: &EngineOptions,
+    activations: Activations,
+    steps: usize,
+) -> usize {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/oracle").join(family);
     let checkpoint = Checkpoint::open(&folder).unwrap();
     let cpu = CpuOptions { threads: 2, activations, ..CpuOptions::default() };
     let backend = CpuBackend::new(cpu).unwrap();
@@ -70,6 +75,7 @@ fn decode_does_not_allocate() {
     let base = EngineOptions {
         memory_bytes: Some(1 << 30),
         context_tokens: Some(256),
+        row_cache_bytes: Some(30_000),
         ..EngineOptions::default()
     };
     for activations in [Activations::F32, Activations::I16] {
@@ -82,8 +88,11 @@ fn decode_does_not_allocate() {
         ] {
             let slots = (residency == Residency::Streamed).then_some(6);
             let options = EngineOptions { residency, io, slots, ..base.clone() };
-            let count = allocations(&options, activations, 60);
-            assert_eq!(count, 0, "{residency:?} {io:?} {activations:?}: allocations in 60 steps");
+            for family in ["qwen3_5_moe", "qwen4_exp"] {
+                let count = allocations(family, &options, activations, 60);
+                let what = format!("{family} {residency:?} {io:?} {activations:?}");
+                assert_eq!(count, 0, "{what}: allocations in 60 steps");
+            }
         }
     }
 }

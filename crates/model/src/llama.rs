@@ -6,7 +6,7 @@
 //! x += down_proj(silu(gate_proj x) * up_proj x)
 //! ```
 //! Source: transformers `models/llama/`, `models/qwen2/`, `models/qwen3/`.
-//! Checkpoints: Llama 3.x, SmolLM2, Qwen2.5, Qwen3-0.6B to 32B.
+//! Checkpoints: Llama 3.x, `SmolLM2`, Qwen2.5, Qwen3-0.6B to 32B.
 
 use crate::blocks::{
     Attention, AttentionShape, AttentionWork, Biases, Ffn, LayerParts, LoadedAs, Mixer, Mlp,

@@ -109,7 +109,7 @@ fn splitmix64(x: u64) -> u64 {
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
 fn is_prime(n: u64) -> bool {
-    n >= 2 && (2..).take_while(|d| d * d <= n).all(|d| !n.is_multiple_of(d))
+    n >= 2 && (2..=n.isqrt()).all(|d| !n.is_multiple_of(d))
 }
 
 impl Ngrams {

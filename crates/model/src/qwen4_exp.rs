@@ -152,11 +152,10 @@ impl PleShape {
     }
 }
 
-/// The function of z in the DeltaNet's last norm.
+/// The function of z in the DeltaNet's last norm; unset it is `hidden_act`, which is SiLU.
 fn output_gate(text: &ConfigView<'_>) -> Result<Glu> {
     match text.opt_str("output_gate_type")? {
         Some("sigmoid") => Ok(Glu::Sigmoid),
-        // Unset it is `hidden_act`, which is known to be SiLU.
         None | Some("silu" | "swish") => Ok(Glu::Silu),
         Some(other) => refuse("output_gate_type", other, "`sigmoid` or `silu`"),
     }
@@ -323,7 +322,6 @@ impl<W> Indexer<W> {
         limits.n_heads = limits.n_heads.max(shape.n_heads);
         limits.d_head = limits.d_head.max(shape.d);
         let of = |l: &L, part: &str| l.tensors().trunk(&format!("{name}.{part}.weight"));
-        let kind = StateKind::PerToken { width: shape.d };
         Ok(Self {
             shape,
             qk: matrix(l, &of(l, "index_qk_proj"), [shape.width(), d])?,
@@ -561,10 +559,9 @@ pub(crate) struct Streams<W, Buf> {
     logits: Buf,
 }
 
-pub(crate) fn load<L: Loader>(
-    config: &ConfigView<'_>,
-    l: &mut L,
-) -> Result<(Streams<L::Weight, L::Buf>, Trunk)> {
+type LoadedAs<L> = Result<(Streams<<L as Loader>::Weight, <L as Loader>::Buf>, Trunk)>;
+
+pub(crate) fn load<L: Loader>(config: &ConfigView<'_>, l: &mut L) -> LoadedAs<L> {
     let config = Config::read(config)?;
     let (trunk, shape) = (config.trunk, config.residual);
     let (d, n_vocab) = (trunk.d_model, trunk.n_vocab);

@@ -153,7 +153,8 @@ macro_rules! families {
         }
 
         /// Reads the weights into `backend` and reserves its scratch for `limits` (those of the
-        /// census with the same options, with `rows` and `context_tokens` set) and `outputs` rows of logits at a time.
+        /// census with the same options, with `rows` and `context_tokens` set) and `outputs` rows
+        /// of logits at a time.
         ///
         /// # Errors
         /// As [`census`], or when a file cannot be read.

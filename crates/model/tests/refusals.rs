@@ -195,3 +195,151 @@ fn the_census_counts() {
     // Three DeltaNet layers: 3 columns of 128 channels, 4 heads of 16 x 16.
     assert_eq!(census.per_sequence_elements(), 3 * (3 * 128 + 4 * 16 * 16));
 }
+
+/// A field of `qwen4_exp`, its value, and words of the message; no words: it runs.
+fn qwen4_cases() -> Vec<(&'static str, Value, &'static [&'static str])> {
+    vec![
+        // Residual streams.
+        ("hc_count", json!(0), &["hc_count", "`0`", "at least 1"]),
+        ("hc_count", json!(null), &["hc_count", "missing"]),
+        ("hc_count", json!(3), &["hc_norm", "256", "192"]),
+        ("hc_count", json!(1_000_000_000), &["hc_count", "`1000000000`", "2147483648"]),
+        ("hc_lowrank", json!(0), &["hc_lowrank", "`0`", "at least 1"]),
+        ("hc_lowrank", json!(17), &["input_mix_weight_down", "16", "17"]),
+        // The indexer.
+        ("indexer_kv_heads", json!(2), &["indexer_kv_heads", "`2`", "1"]),
+        ("indexer_kv_heads", json!(null), &[]),
+        ("indexer_n_heads", json!(0), &["indexer_n_heads", "`0`"]),
+        ("indexer_n_heads", json!(1 << 30), &["indexer_n_heads", "2147483648"]),
+        ("indexer_head_dim", json!(0), &["indexer_head_dim", "`0`"]),
+        ("indexer_head_dim", json!(4), &["indexer_head_dim", "`4`", "8 dimensions"]),
+        ("indexer_compress_ratio", json!(0), &["indexer_compress_ratio", "`0`"]),
+        ("indexer_budget", json!(0), &["indexer_budget", "`0`"]),
+        ("indexer_budget", json!(33), &["indexer_budget", "`33`", "indexer_compress_ratio", "= 4"]),
+        ("indexer_budget", json!(4), &[]),
+        (
+            "rope_parameters",
+            json!({"rope_theta": 1e7, "partial_rotary_factor": 0.1}),
+            &["partial_rotary_factor", "0.1", "3 of 32", "even"],
+        ),
+        (
+            "rope_parameters",
+            json!({"rope_theta": 1e7, "partial_rotary_factor": 0.75}),
+            &["indexer_head_dim", "`16`", "24 dimensions"],
+        ),
+        // Layers and gates.
+        ("output_gate_type", json!("tanh"), &["output_gate_type", "`tanh`", "sigmoid"]),
+        ("output_gate_type", json!(null), &[]),
+        ("output_gate_type", json!("silu"), &[]),
+        ("layer_types", json!(["full_attention"]), &["layer_types", "1 entries", "4 entries"]),
+        (
+            "layer_types",
+            json!(["linear_attention", "linear_attention", "linear_attention", "sliding"]),
+            &["layer_types", "`sliding`", "indexed_attention"],
+        ),
+        (
+            "layer_types",
+            json!([
+                "linear_attention",
+                "linear_attention",
+                "linear_attention",
+                "indexed_attention"
+            ]),
+            &[],
+        ),
+        ("num_experts_per_tok", json!(9), &["num_experts_per_tok", "`9`", "8"]),
+        ("linear_num_value_heads", json!(3), &["linear_num_value_heads", "`3`", "= 2"]),
+        // N-grams. Layers count from one.
+        ("ple_layer_ids", json!([0]), &["ple_layer_ids", "`0`", "1 to", "= 4"]),
+        ("ple_layer_ids", json!([2, 5]), &["ple_layer_ids", "`5`", "= 4"]),
+        ("ple_layer_ids", json!([2, 2]), &["ple_layer_ids", "`2`", "once"]),
+        ("ple_layer_ids", json!([1]), &["layers.0.ple.", "missing"]),
+        ("ple_layer_ids", json!([2, 4]), &["layers.3.ple.", "missing"]),
+        ("ple_layer_ids", json!([]), &["layers.1.ple.", "not part of"]),
+        ("ngram_size", json!(1), &["ngram_size", "`1`", "at least 2"]),
+        ("ngram_size", json!(2), &["layer_multipliers", "[3]", "[2]"]),
+        ("heads_per_ngram", json!(0), &["heads_per_ngram", "`0`"]),
+        ("heads_per_ngram", json!(2_147_483_648_u64), &["ple_embed_dim", "`64`", "4294967296"]),
+        ("ple_embed_dim", json!(60), &["ple_embed_dim", "`60`", "= 8"]),
+        ("ple_embed_dim", json!(72), &["key_proj", "64", "72"]),
+        ("ple_conv_kernel_size", json!(0), &["ple_conv_kernel_size", "`0`"]),
+        ("ple_conv_kernel_size", json!(1 << 30), &["ple_conv_kernel_size", "2147483648"]),
+        (
+            "ngram_vocab_size_base",
+            json!(320),
+            &["ngram_heads_vocab_sizes", "307 at index 0", "331 by the config"],
+        ),
+        ("seed", json!(1235), &["layer_multipliers", "25912437101140037", "by the config"]),
+        ("seed", json!(null), &[]),
+        ("split_ngram_parts", json!(3), &["split_ngram_parts", "`3`", "2624 rows"]),
+        ("split_ngram_parts", json!(0), &["split_ngram_parts", "`0`"]),
+        ("split_ngram_parts", json!(2), &["shard_0", "656", "1312"]),
+        ("make_ngram_vocab_size_divisible_by", json!(2048), &["shard_0", "656", "1024"]),
+        ("eos_token_id", json!(320), &["eos_token_id", "`320`", "vocab_size", "320"]),
+        ("eos_token_id", json!(null), &["eos_token_id", "missing"]),
+        ("eos_token_id", json!([]), &["eos_token_id", "missing"]),
+        ("eos_token_id", json!("7"), &["eos_token_id", "\"7\""]),
+        ("eos_token_id", json!([7, 9]), &[]),
+        ("eos_token_id", json!(0), &[]),
+    ]
+}
+
+#[test]
+fn qwen4_exp_refuses_contradictions_and_runs_the_rest() {
+    for (field, value, words) in qwen4_cases() {
+        let change = |config: &mut Value| text(config)[field] = value.clone();
+        match (changed("qwen4_exp", change, |_| {}), words) {
+            (Ok(()), []) => {}
+            (Err(message), [_, ..]) => {
+                for word in words {
+                    assert!(message.contains(word), "{field}={value}: `{message}`, no `{word}`");
+                }
+            }
+            (result, _) => panic!("{field}={value}: {result:?}, expected {words:?}"),
+        }
+    }
+}
+
+#[test]
+fn qwen4_exp_refuses_tensors_that_do_not_fit() {
+    let ple = "model.language_model.layers.1.ple.ple_embedding";
+    let remove = |name: String, other: &'static str| {
+        changed(
+            "qwen4_exp",
+            |_| {},
+            |header| {
+                let tensor = header.as_object_mut().unwrap().remove(&name).unwrap();
+                header[other] = tensor;
+            },
+        )
+    };
+    let table = remove(format!("{ple}.ngram_embedding.shard_2.weight"), "mtp.decoy").unwrap_err();
+    assert!(table.contains("shard_2") && table.contains("missing"), "{table}");
+    let indexer = "model.language_model.layers.3.self_attn.indexer.index_qk_proj.weight";
+    let indexer = remove(indexer.to_owned(), "mtp.decoy").unwrap_err();
+    assert!(indexer.contains("index_qk_proj"), "{indexer}");
+    // Buffers that follow from the config may be missing.
+    remove(format!("{ple}.layer_multipliers"), "mtp.decoy").unwrap();
+    let dtype = changed(
+        "qwen4_exp",
+        |_| {},
+        |header| {
+            header[format!("{ple}.layer_multipliers")]["dtype"] = json!("F64");
+        },
+    );
+    let dtype = dtype.unwrap_err();
+    assert!(dtype.contains("F64") && dtype.contains("I64 [3]"), "{dtype}");
+    let shard = format!("{ple}.ngram_embedding.shard_1.weight");
+    let mixed = changed("qwen4_exp", |_| {}, |header| header[&shard]["dtype"] = json!("F16"));
+    let mixed = mixed.unwrap_err();
+    assert!(mixed.contains("shard_1") && mixed.contains("first shard"), "{mixed}");
+}
+
+#[test]
+fn the_end_of_text_may_stand_beside_the_text_config() {
+    let change = |config: &mut Value| {
+        text(config).as_object_mut().unwrap().remove("eos_token_id");
+        config["eos_token_id"] = json!([7]);
+    };
+    changed("qwen4_exp", change, |_| {}).unwrap();
+}

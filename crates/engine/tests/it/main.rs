@@ -5,5 +5,6 @@
 mod equality;
 mod faults;
 mod oracle;
+mod qwen4_exp;
 mod support;
 mod tiny;

@@ -176,3 +176,136 @@ pub(crate) fn with_biases(
     fs::write(&path, file).unwrap();
     folder
 }
+
+/// A `qwen4_exp` with the fixture's config but for `changes`, and random weights.
+pub(crate) fn synth(changes: &Value) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let config = fs::read(fixture("qwen4_exp").join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_slice(&config).unwrap();
+    for (field, value) in changes.as_object().unwrap() {
+        config["text_config"][field] = value.clone();
+    }
+    fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    let mut header = serde_json::Map::new();
+    let mut at = 0;
+    for (name, shape) in synth_tensors(&config["text_config"]) {
+        let end = at + 2 * shape.iter().product::<usize>();
+        let info = serde_json::json!({"dtype": "BF16", "shape": shape, "data_offsets": [at, end]});
+        header.insert(name, info);
+        at = end;
+    }
+    let mut text = Value::Object(header).to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let mut state = 1_u64;
+    let mut value = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        // Of either sign, from 1/16 to below 1/4.
+        0x3D80 | (state >> 40) as u16 & 0x80FF
+    };
+    let data: Vec<u8> = (0..at / 2).flat_map(|_| value().to_le_bytes()).collect();
+    let file = [&(text.len() as u64).to_le_bytes()[..], &text, &data].concat();
+    fs::write(folder.path().join("model.safetensors"), file).unwrap();
+    folder
+}
+
+/// Names and shapes of a `qwen4_exp` with this config.
+fn synth_tensors(config: &Value) -> Vec<(String, Vec<usize>)> {
+    let number = |field: &str| usize::try_from(config[field].as_u64().unwrap()).unwrap();
+    let (d, streams, rank) = (number("hidden_size"), number("hc_count"), number("hc_lowrank"));
+    let (wide, n_vocab) = (streams * d, number("vocab_size"));
+    let mut all = vec![
+        ("lm_head.weight".to_owned(), vec![n_vocab, d]),
+        ("model.language_model.embed_tokens.weight".to_owned(), vec![n_vocab, d]),
+    ];
+    let mut add = |name: String, shape: &[usize]| {
+        all.push((format!("model.language_model.{name}"), shape.to_vec()));
+    };
+    let connection = |add: &mut dyn FnMut(String, &[usize]), name: &str, injects: bool| {
+        add(format!("{name}.hc_norm.weight"), &[wide]);
+        add(format!("{name}.input_mix_weight_down.weight"), &[rank, wide]);
+        add(format!("{name}.input_mix_weight_up.weight"), &[wide, rank]);
+        if injects {
+            add(format!("{name}.block_inject_weight.weight"), &[streams, wide]);
+        }
+    };
+    connection(&mut add, "hyper_connection_mixer", false);
+    let types = config["layer_types"].as_array().unwrap();
+    let ids: Vec<u64> =
+        config["ple_layer_ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect();
+    for (layer, kind) in types.iter().enumerate() {
+        let name = format!("layers.{layer}");
+        connection(&mut add, &format!("{name}.attn_hyper_connection"), true);
+        connection(&mut add, &format!("{name}.mlp_hyper_connection"), true);
+        let mut part = |part: &str, shape: &[usize]| add(format!("{name}.{part}"), shape);
+        match kind.as_str().unwrap() {
+            "linear_attention" => synth_delta(&mut part, &number),
+            _ => synth_attention(&mut part, &number),
+        }
+        let (e, f) = (number("num_experts"), number("moe_intermediate_size"));
+        part("mlp.gate.weight", &[e, d]);
+        part("mlp.experts.gate_up_proj", &[e, 2 * f, d]);
+        part("mlp.experts.down_proj", &[e, d, f]);
+        let shared = number("shared_expert_intermediate_size");
+        part("mlp.shared_expert.gate_proj.weight", &[shared, d]);
+        part("mlp.shared_expert.up_proj.weight", &[shared, d]);
+        part("mlp.shared_expert.down_proj.weight", &[d, shared]);
+        part("mlp.shared_expert_gate.weight", &[1, d]);
+        if let Some(rank) = ids.iter().position(|&id| id == layer as u64 + 1) {
+            synth_ple(&mut part, &number, rank);
+        }
+    }
+    all
+}
+
+fn synth_delta(part: &mut dyn FnMut(&str, &[usize]), number: &dyn Fn(&str) -> usize) {
+    let (d, heads) = (number("hidden_size"), number("linear_num_value_heads"));
+    let values = heads * number("linear_value_head_dim");
+    let channels = values + 2 * number("linear_num_key_heads") * number("linear_key_head_dim");
+    part("linear_attn.A_log", &[heads]);
+    part("linear_attn.dt_bias", &[heads]);
+    part("linear_attn.conv1d.weight", &[channels, 1, number("linear_conv_kernel_dim")]);
+    part("linear_attn.in_proj_qkv.weight", &[channels, d]);
+    part("linear_attn.in_proj_z.weight", &[values, d]);
+    part("linear_attn.in_proj_a.weight", &[heads, d]);
+    part("linear_attn.in_proj_b.weight", &[heads, d]);
+    part("linear_attn.norm.weight", &[number("linear_value_head_dim")]);
+    part("linear_attn.out_proj.weight", &[d, values]);
+}
+
+fn synth_attention(part: &mut dyn FnMut(&str, &[usize]), number: &dyn Fn(&str) -> usize) {
+    let (d, head) = (number("hidden_size"), number("head_dim"));
+    let (q, kv) = (number("num_attention_heads") * head, number("num_key_value_heads") * head);
+    let index = number("indexer_head_dim");
+    part("self_attn.q_proj.weight", &[2 * q, d]);
+    part("self_attn.k_proj.weight", &[kv, d]);
+    part("self_attn.v_proj.weight", &[kv, d]);
+    part("self_attn.o_proj.weight", &[d, q]);
+    part("self_attn.q_norm.weight", &[head]);
+    part("self_attn.k_norm.weight", &[head]);
+    let rows = (number("indexer_n_heads") + 1) * index;
+    part("self_attn.indexer.index_qk_proj.weight", &[rows, d]);
+    part("self_attn.indexer.q_layernorm.weight", &[index]);
+    part("self_attn.indexer.k_layernorm.weight", &[index]);
+}
+
+fn synth_ple(part: &mut dyn FnMut(&str, &[usize]), number: &dyn Fn(&str) -> usize, rank: usize) {
+    let (d, wide) = (number("hidden_size"), number("hc_count") * number("hidden_size"));
+    let (embed, heads) =
+        (number("ple_embed_dim"), (number("ngram_size") - 1) * number("heads_per_ngram"));
+    for norm in ["norm_key", "norm_query", "norm_conv"] {
+        part(&format!("ple.{norm}.weight"), &[wide]);
+    }
+    part("ple.key_proj.weight", &[wide, embed]);
+    part("ple.value_proj.weight", &[d, embed]);
+    part("ple.conv1d.weight", &[wide, 1, number("ple_conv_kernel_size")]);
+    let is_prime = |n: &usize| (2..=n.isqrt()).all(|d| !n.is_multiple_of(d));
+    let primes = (number("ngram_vocab_size_base")..).filter(is_prime).skip(rank * heads);
+    let rows: usize = primes.take(heads).sum();
+    let rows = rows.next_multiple_of(number("make_ngram_vocab_size_divisible_by"));
+    let parts = number("split_ngram_parts");
+    for shard in 0..parts {
+        let name = format!("ple.ple_embedding.ngram_embedding.shard_{shard}.weight");
+        part(&name, &[rows / parts, embed / heads]);
+    }
+}

@@ -95,7 +95,7 @@ impl LatentShape {
     }
 }
 
-/// `d^-1/2`, times `m(factor, mscale_all_dim)^2` where positions are stretched by YaRN.
+/// `d^-1/2`, times `m(factor, mscale_all_dim)^2` where positions are stretched by `YaRN`.
 fn softmax_scale(text: &ConfigView<'_>, d: usize) -> Result<f32> {
     let plain = (d as f64).powf(-0.5);
     let nested = match text.opt_object("rope_parameters")? {
