@@ -19,6 +19,7 @@ mod plan;
 mod run;
 mod sampling;
 mod size;
+mod terminal;
 mod tiny;
 mod verify;
 
