@@ -4,16 +4,17 @@ use crate::answer::{Ask, Numbers, Piece, answer, read_bytes};
 use crate::interrupt;
 use crate::model;
 use crate::options::{Cpu, residency_line};
-use crate::output::{self, Ui, say};
+use crate::output::{self, Ui, say, say_field};
 use crate::run::{Ready, RunArgs, encode_chat, open_engine};
 use crate::sampling::SamplingArgs;
 use crate::size::Bytes;
+use crate::terminal::Silent;
 use anyhow::Result;
 use clap::Parser;
 use clap::error::ErrorKind;
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
-use snowmelt_engine::{Engine, Sampler, SessionId};
+use snowmelt_engine::{Engine, Sampler, SamplerOptions, SessionId};
 use snowmelt_text::{Message, Specials, Tokenizer};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -24,6 +25,7 @@ const HELP: &str = "\
 /set NAME VALUE    change a setting: system, temp, top-k, top-p, min-p,
                    repeat-penalty, presence-penalty, frequency-penalty, seed,
                    stop, max-tokens
+/unset NAME        leave a setting to the model again
 /show              the model, its memory and the settings
 /stats             numbers of the last answer and since the start
 /bye               leave (or Ctrl-D)
@@ -134,7 +136,9 @@ impl Chat {
             Piece::Id(_) => Ok(()),
         };
         let (engine, session) = (&mut self.engine, self.session);
+        let silent = Silent::begin();
         let done = answer(engine, session, &mut sampler, &ask, self.ui, &mut show);
+        drop(silent);
         output::data("\n")?;
         let done = done?;
         match done.finish {
@@ -164,16 +168,20 @@ impl Chat {
         let line = line.trim();
         let (name, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
         match (name, rest.trim()) {
-            ("/bye" | "/exit" | "/quit", _) => return std::ops::ControlFlow::Break(()),
-            ("/help" | "/?", _) => say(HELP),
-            ("/clear", _) => {
+            ("/set", rest) => self.set(rest),
+            ("/unset", name) => self.unset(name),
+            ("/bye" | "/exit" | "/quit", "") => return std::ops::ControlFlow::Break(()),
+            ("/help" | "/?", "") => say(HELP),
+            ("/clear", "") => {
                 self.messages.clear();
                 self.engine.reset(self.session);
                 say("the conversation is forgotten");
             }
-            ("/set", rest) => self.set(rest),
-            ("/show", _) => self.show(),
-            ("/stats", _) => self.stats(),
+            ("/show", "") => self.show(),
+            ("/stats", "") => self.stats(),
+            ("/bye" | "/exit" | "/quit" | "/help" | "/?" | "/clear" | "/show" | "/stats", more) => {
+                say(format_args!("`{name}` takes no `{more}`; nothing was done"));
+            }
             _ => say(format_args!("there is no command `{name}`; /help lists them")),
         }
         std::ops::ControlFlow::Continue(())
@@ -186,7 +194,8 @@ impl Chat {
         };
         let (name, value) = (name.trim_start_matches('-'), value.trim());
         if name == "system" {
-            self.system = Some(value.to_owned()).filter(|value| !value.is_empty());
+            self.system = Some(value.to_owned());
+            say(format_args!("system = {value}"));
             return;
         }
         let mut settings = self.settings.clone();
@@ -202,37 +211,49 @@ impl Chat {
         }
         let n_vocab = self.engine.census().n_vocab;
         match settings.sampling.options(self.ready.generation_config.as_ref(), n_vocab) {
-            Ok(_) => self.settings = settings,
+            Ok(_) => {
+                self.settings = settings;
+                say(format_args!("{name} = {value}"));
+            }
             Err(error) => say(error),
+        }
+    }
+
+    fn unset(&mut self, name: &str) {
+        let name = name.trim_start_matches('-');
+        match name {
+            "" => say("/unset NAME; /help lists the names"),
+            "system" => {
+                self.system = None;
+                say("there is no system message");
+            }
+            name if self.settings.sampling.unset(name) => {
+                say(format_args!("{name} is left to the model"));
+            }
+            name => say(format_args!("there is no setting `{name}`; /help lists them")),
         }
     }
 
     fn show(&self) {
         let (census, plan) = (self.engine.census(), self.engine.plan());
-        say(format_args!("model    {} ({})", self.ready.checkpoint.origin(), census.family));
-        say(format_args!("memory   {}", residency_line(plan)));
+        let origin = self.ready.checkpoint.origin();
+        say_field("model", format_args!("{origin} ({})", census.family));
+        say_field("memory", residency_line(plan));
         let used = self.engine.tokens(self.session).len();
-        say(format_args!("context  {used} of {} tokens", plan.context_tokens));
+        say_field("context", format_args!("{used} of {} tokens", plan.context_tokens));
+        let sampling = &self.settings.sampling;
         let config = self.ready.generation_config.as_ref();
-        if let Ok(options) = self.settings.sampling.options(config, census.n_vocab) {
-            say(format_args!(
-                "sampling temp {}, top-k {}, top-p {}, min-p {}, repeat-penalty {}, \
-                 presence-penalty {}, frequency-penalty {}",
-                options.temperature,
-                options.top_k,
-                options.top_p,
-                options.min_p,
-                options.repetition_penalty,
-                options.presence_penalty,
-                options.frequency_penalty
-            ));
-            if let Some(seed) = options.seed {
-                say(format_args!("seed     {seed}"));
-            }
+        if let Ok(options) = sampling.options(config, census.n_vocab) {
+            say_field("sampling", describe(&options));
+            let seed = options.seed.map_or_else(|| "new for each answer".into(), |n| n.to_string());
+            say_field("seed", seed);
         }
-        if let Some(system) = &self.system {
-            say(format_args!("system   {system}"));
-        }
+        let most = sampling.max_tokens;
+        let most = most.map_or_else(|| "until the model ends".into(), |most| most.to_string());
+        say_field("max-tokens", most);
+        let stops: Vec<String> = sampling.stop.iter().map(|stop| format!("{stop:?}")).collect();
+        say_field("stop", if stops.is_empty() { "none".into() } else { stops.join(", ") });
+        say_field("system", self.system.as_deref().unwrap_or("none"));
     }
 
     fn stats(&self) {
@@ -251,6 +272,20 @@ impl Chat {
             ));
         }
     }
+}
+
+fn describe(options: &SamplerOptions) -> String {
+    format!(
+        "temp {}, top-k {}, top-p {}, min-p {}, repeat-penalty {}, presence-penalty {}, \
+         frequency-penalty {}",
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.min_p,
+        options.repetition_penalty,
+        options.presence_penalty,
+        options.frequency_penalty
+    )
 }
 
 /// Lines of the terminal, with history.

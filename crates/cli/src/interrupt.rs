@@ -27,6 +27,7 @@ pub(crate) fn install() -> Result<(), ctrlc::Error> {
 
 /// Ends the program as Ctrl-C does.
 pub(crate) fn leave() -> ! {
+    crate::terminal::restore();
     for path in lock().drain(..) {
         let _ = std::fs::remove_file(path);
     }

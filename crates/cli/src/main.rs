@@ -24,6 +24,7 @@ mod run;
 mod sampling;
 mod size;
 mod tensors;
+mod terminal;
 mod tiny;
 mod verify;
 

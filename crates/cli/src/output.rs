@@ -1,6 +1,7 @@
 //! What people and scripts see: data on stdout, everything else on stderr.
 
 use crate::args::{ColorWhen, Globals};
+use crate::terminal;
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::fmt::{self, Display};
@@ -33,9 +34,23 @@ pub(crate) fn json(value: &serde_json::Value) -> Result<()> {
     data(&format!("{value:#}\n"))
 }
 
-/// A line on stderr. Unlike `eprintln`, it survives a stderr that is gone.
+/// A line on stderr, broken between words on a terminal. Unlike `eprintln`, it survives a stderr
+/// that is gone.
 pub(crate) fn say(text: impl Display) {
-    let _ = writeln!(io::stderr(), "{text}");
+    let _ = writeln!(io::stderr(), "{}", wrapped(text, 2));
+}
+
+/// A name with its value in a column of its own.
+pub(crate) fn say_field(name: &str, value: impl Display) {
+    let _ = writeln!(io::stderr(), "{}", wrapped(format_args!("{name:<10} {value}"), 11));
+}
+
+fn wrapped(text: impl Display, indent: usize) -> String {
+    let text = text.to_string();
+    match terminal::width() {
+        Some(width) => terminal::wrap(&text, width, indent),
+        None => text,
+    }
 }
 
 /// What progress counts.
@@ -99,7 +114,8 @@ impl Ui {
     pub(crate) fn note(self, text: impl Display) {
         if self.loudness != Loudness::Quiet {
             let (on, off) = self.painted(DIM);
-            say(format_args!("{on}{text}{off}"));
+            let text = wrapped(text, 2);
+            let _ = writeln!(io::stderr(), "{on}{text}{off}");
         }
     }
 
@@ -112,14 +128,20 @@ impl Ui {
 
     /// Something that is probably not meant.
     pub(crate) fn warn(self, text: impl Display) {
-        let (on, off) = self.painted(YELLOW);
-        say(format_args!("{on}warning:{off} {text}"));
+        self.say_titled(YELLOW, "warning:", text);
     }
 
     /// Why the program ends, with causes, and what to do about it.
     pub(crate) fn error(self, error: &anyhow::Error) {
-        let (on, off) = self.painted(RED);
-        say(format_args!("{on}error:{off} {}", chain(error)));
+        self.say_titled(RED, "error:", chain(error));
+    }
+
+    /// Wrapped before it is painted: colours take no columns.
+    fn say_titled(self, color: &'static str, title: &str, text: impl Display) {
+        let (on, off) = self.painted(color);
+        let text = wrapped(format_args!("{title} {text}"), 2);
+        let text = text.strip_prefix(title).unwrap_or(&text);
+        let _ = writeln!(io::stderr(), "{on}{title}{off}{text}");
     }
 
     /// A bar on stderr, hidden where it is not wanted.

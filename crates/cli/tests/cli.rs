@@ -369,11 +369,12 @@ fn answers_end_where_they_are_told() {
 
 #[test]
 fn wrong_usage_ends_with_two() {
-    let cases: [&[&str]; 19] = [
+    let cases: [&[&str]; 20] = [
         &[],
         &["fly"],
         &["run"],
         &["run", "tiny", "-m", "tiny", "--ids", "x.json"],
+        &["run", "-m", "tiny", "tiny", "Hello"],
         &["run", "tiny", "Hello", "--ids", "x.json"],
         &["run", "tiny", "Hello", "--threads", "0"],
         &["run", "tiny", "Hello", "--threads", "10000"],
@@ -394,9 +395,106 @@ fn wrong_usage_ends_with_two() {
         let error = fails(2, args);
         assert!(!error.is_empty(), "{args:?}");
     }
-    let mut command = snowmelt(&["plan", "tiny"]);
-    command.env("SNOWMELT_MEMORY", "lots");
-    assert_eq!(finish(command).0, 2);
+    let error = fails(2, &["bench"]);
+    assert!(error.contains("Usage: snowmelt bench [OPTIONS] MODEL"), "{error}");
+}
+
+#[test]
+fn sampling_flags_out_of_range_are_named() {
+    for (flag, values) in [
+        ("--temp", &["-1", "nan", "inf", "warm"][..]),
+        ("--top-p", &["0", "1.5", "nan"]),
+        ("--min-p", &["-0.1", "2"]),
+        ("--repeat-penalty", &["0", "-1", "inf"]),
+        ("--presence-penalty", &["inf"]),
+        ("--frequency-penalty", &["nan"]),
+        ("--logit-bias", &["1=nan", "1=inf"]),
+        ("--stop", &[""]),
+    ] {
+        for value in values {
+            let error = fails(2, &["run", "tiny", "Hello", flag, value]);
+            assert!(error.contains(flag), "{error}");
+        }
+    }
+}
+
+#[test]
+fn variables_are_named_and_empty_ones_count_as_none() {
+    let with = |name: &str, value: &str, args: &[&str]| {
+        let mut command = snowmelt(args);
+        command.env(name, value);
+        finish(command)
+    };
+    let (code, _, error) = with("SNOWMELT_MEMORY", "lots", &["plan", "tiny"]);
+    assert!(code == 2 && error.contains("'SNOWMELT_MEMORY'"), "{error}");
+    let (code, _, error) = with("SNOWMELT_MEMORY", "64GiB", &["plan", "tiny", "--memory", "lots"]);
+    assert!(code == 2 && error.contains("'--memory <SIZE>'"), "{error}");
+    let (code, _, error) = with("SNOWMELT_SLOTS", "1", &["plan", "tiny"]);
+    assert!(code == 1 && error.contains("SNOWMELT_SLOTS sets `--slots`"), "{error}");
+    for name in ["MEMORY", "SLOTS", "THREADS", "IO", "KV", "CHECK_READS", "HOME"] {
+        let mut command = snowmelt(&["plan", "tiny"]);
+        command.env(format!("SNOWMELT_{name}"), "").env("HOME", env!("CARGO_TARGET_TMPDIR"));
+        let (code, _, error) = finish(command);
+        assert_eq!((code, error.as_str()), (0, ""), "{name}");
+    }
+    let model = fixture("qwen3_moe");
+    let plan = ["run", text(&model), "--ids", "/dev/stdin", "-n", "0"];
+    for value in ["1", "true", "yes", "on"] {
+        let mut command = snowmelt(&plan);
+        command.env("SNOWMELT_CHECK_READS", value).stdin(ids_file());
+        let (code, _, error) = finish(command);
+        assert!(code == 1 && error.contains("needs the digests"), "{value}: {error}");
+    }
+    for value in ["0", "false", "no", "off", ""] {
+        let mut command = snowmelt(&plan);
+        command.env("SNOWMELT_CHECK_READS", value).stdin(ids_file());
+        assert_eq!(finish(command).0, 0, "{value}");
+    }
+    let (code, _, error) = with("SNOWMELT_CHECK_READS", "maybe", &["plan", "tiny"]);
+    assert!(code == 2 && error.contains("'SNOWMELT_CHECK_READS'"), "{error}");
+}
+
+fn ids_file() -> fs::File {
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(b"[1, 2, 3]").unwrap();
+    std::io::Seek::rewind(&mut file).unwrap();
+    file
+}
+
+#[test]
+fn what_does_not_fit_names_what_helps() {
+    let folder = TempDir::new().unwrap();
+    let long = write(&folder, "long.json", format!("{:?}", vec![1; 3000]));
+    let out = text(&folder.path().join("out")).to_owned();
+    let cases: [(&[&str], &str); 5] = [
+        (&["run", "tiny", "--ids", &long], "a shorter prompt fits"),
+        (&["logits", "tiny", "--ids", &long, "--out", &out], "fewer ids fit"),
+        (&["eval", "perplexity", "tiny", "--ids", &long, "--window", "2500"], "`--window`"),
+        (&["bench", "tiny", "--prompt", "2048", "--gen", "2"], "`--prompt` and `--gen`"),
+        (&["run", "tiny", "--ids", &long, "--context", "99"], "can be raised to 2048"),
+    ];
+    for (args, hint) in cases {
+        let error = fails(1, args);
+        let longer = error.contains("--context");
+        assert!(error.contains("do not fit") && error.contains(hint), "{error}");
+        assert_eq!(longer, hint.contains("raised"), "{error}");
+    }
+    let endless = write(&folder, "endless.txt", "a ".repeat(1 << 20));
+    let mut command = snowmelt(&["run", "tiny"]);
+    command.stdin(fs::File::open(endless).unwrap());
+    let (code, _, error) = finish(command);
+    assert!(code == 1 && error.contains("too long: 2.0 MiB"), "{error}");
+}
+
+#[test]
+fn a_relative_home_is_not_written_to() {
+    let folder = TempDir::new().unwrap();
+    let mut command = snowmelt(&["run", "tiny", "Hello", "-n", "1", "-v"]);
+    command.env_remove("SNOWMELT_HOME").env("HOME", "relative").current_dir(folder.path());
+    command.env_remove("XDG_DATA_HOME").env_remove("XDG_STATE_HOME");
+    let (code, _, error) = finish(command);
+    assert!(code == 0 && error.contains("`HOME` is `relative`"), "{error}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
 #[test]
@@ -416,10 +514,9 @@ fn bad_input_is_named() {
         (vec!["run", "tiny", "Hello", "--memory", "1"], "is too small"),
         (vec!["run", "tiny", "Hello", "--slots", "0"], "too few"),
         (vec!["run", "tiny", "Hello", "--context", "4000000000"], "out of range"),
-        (vec!["run", "tiny", "Hello", "--temp", "-1"], "`temperature`"),
-        (vec!["run", "tiny", "Hello", "--top-p", "nan"], "`top_p`"),
-        (vec!["run", "tiny", "Hello", "--logit-bias", "4000000=1"], "`logit_bias`"),
-        (vec!["run", "tiny", "Hello", "--stop", ""], "stop string"),
+        (vec!["run", "tiny", "Hello", "--logit-bias", "4000000=1"], "`--logit-bias`"),
+        (vec!["run", model, "--ids", &good, "--stop", "x"], "`--stop` needs"),
+        (vec!["plan", "tiny", "--memory", "36MiB", "--slots", "250"], "fewer `--slots`"),
         (vec!["run", "tiny", ""], "the prompt is empty"),
         (vec!["run", "tiny", "--ids", &missing], "could not read"),
         (vec!["logits", model, "--ids", &good, "--out", text(path)], "is a folder"),
@@ -489,6 +586,51 @@ fn a_reader_that_leaves_is_no_error() {
         child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
         assert_eq!((status.code(), stderr.as_str()), (Some(141), ""), "{args:?}");
     }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_help_text_that_cannot_be_written_is_a_failure() {
+    for args in [&["--help"][..], &["run", "--help"], &["--version"], &["completions", "zsh"]] {
+        let mut command = snowmelt(args);
+        command.stdout(fs::File::create("/dev/full").unwrap()).stderr(Stdio::piped());
+        let output = command.spawn().unwrap().wait_with_output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            output.status.code() == Some(1) && error.contains("could not write to stdout"),
+            "{args:?}: {error}"
+        );
+    }
+}
+
+#[test]
+fn ctrl_c_leaves_nothing_of_logits() {
+    let folder = TempDir::new().unwrap();
+    let ids = write(&folder, "ids.json", format!("{:?}", vec![1; 2000]));
+    let out = write(&folder, "out", "old");
+    // What a killed process left goes, what a living one writes or another name has stays.
+    let abandoned = write(&folder, "out.4000000000.partial", "half");
+    let held = fs::File::create(folder.path().join("out.7.partial")).unwrap();
+    held.lock().unwrap();
+    write(&folder, "other.7.partial", "half");
+    let mut command = snowmelt(&["logits", "tiny", "--ids", &ids, "--out", &out]);
+    command.args(["--threads", "1", "--prefill-chunk", "1"]).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    while Path::new(&abandoned).exists() && child.try_wait().unwrap().is_none() {
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(50));
+    kill_int(&child);
+    let status = wait(&mut child);
+    let mut stderr = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    assert_eq!(status.code(), Some(130), "{stderr}");
+    assert!(stderr.contains("interrupted") && stderr.contains("as it was"), "{stderr}");
+    assert_eq!(fs::read(&out).unwrap(), b"old");
+    let names = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<_> = names.collect();
+    names.sort();
+    assert_eq!(names, ["ids.json", "other.7.partial", "out", "out.7.partial"]);
 }
 
 #[test]
