@@ -14,7 +14,8 @@ mod config;
 mod error;
 mod experts;
 mod loader;
-#[expect(unreachable_pub, reason = "its `census` is handed out by the one below")]
+mod open;
+#[expect(unreachable_pub, reason = "`open` hands out its `census`, checked")]
 mod registry;
 mod rotary;
 
@@ -26,23 +27,5 @@ pub use census::{Census, TrunkTensor};
 pub use error::ModelError;
 pub use experts::{ExpertTable, Span};
 pub use loader::{Loader, StateDecl, StateKind, Use, WeightLoader};
+pub use open::census;
 pub use registry::{Decoder, FAMILIES, Loaded, Step, load};
-
-use snowmelt_weights::Checkpoint;
-
-/// What the checkpoint needs, from its headers alone.
-///
-/// # Errors
-/// When the family is not known or not the one that the container was packed as, or a tensor or
-/// config field is wrong.
-pub fn census(checkpoint: &Checkpoint) -> Result<Census, ModelError> {
-    let census = registry::census(checkpoint)?;
-    match checkpoint.packed() {
-        Some(packed) if packed.family() != census.family => Err(ModelError::PackedFamily {
-            origin: checkpoint.origin().to_owned(),
-            found: packed.family().to_owned(),
-            expected: census.family,
-        }),
-        _ => Ok(census),
-    }
-}
