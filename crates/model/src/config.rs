@@ -131,6 +131,9 @@ impl Heads {
             Some(d_head) => positive("head_dim", d_head)?,
             None => multiple("hidden_size", d_model, "num_attention_heads", n_heads)? / n_heads,
         };
+        if d_head % 2 == 1 {
+            return refuse("head_dim", d_head, "an even number: its halves are rotated together");
+        }
         let biased = text.opt_bool("attention_bias")?.unwrap_or(false);
         Ok(Self { n_heads, n_kv_heads, d_head, biased })
     }

@@ -36,6 +36,18 @@ pub enum ModelError {
         /// The family of the config.
         expected: &'static str,
     },
+    /// Tensors are quantised in a way that cannot be decoded.
+    #[error(
+        "`quantization_config.quant_method` in `config.json` is `{method}`, which this version \
+         cannot decode: {source}\nhint: use the checkpoint that is not quantised, `snowmelt pack` \
+         quantises it"
+    )]
+    Quantised {
+        /// The method.
+        method: String,
+        /// What is not as it would be without.
+        source: Box<ModelError>,
+    },
     /// A config field has a value that the family cannot run with.
     #[error("`{field}` in `config.json` is `{found}`, expected {expected}")]
     Config {

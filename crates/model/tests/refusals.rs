@@ -59,6 +59,11 @@ fn config_cases() -> Vec<(&'static str, Value, &'static [&'static str])> {
         ("num_attention_heads", json!(3), &["num_attention_heads", "`3`", "num_key_value_heads"]),
         ("num_key_value_heads", json!(3), &["num_attention_heads", "num_key_value_heads"]),
         ("head_dim", json!(0), &["head_dim", "at least 1"]),
+        ("head_dim", json!(23), &["`head_dim`", "`23`", "even"]),
+        ("eos_token_id", json!(320), &["eos_token_id", "`320`", "below `vocab_size` = 320"]),
+        ("eos_token_id", json!([7, 999]), &["eos_token_id", "`999`", "320"]),
+        ("eos_token_id", json!("</s>"), &["eos_token_id", "</s>"]),
+        ("model_type", json!(null), &["`model_type` is missing from `config.json`"]),
         ("num_experts_per_tok", json!(9), &["num_experts_per_tok", "`9`", "8"]),
         ("num_experts_per_tok", json!(0), &["num_experts_per_tok", "at least 1"]),
         ("vocab_size", json!(321), &["embed_tokens", "321", "320"]),
@@ -127,6 +132,43 @@ fn bad_layer_patterns_and_sizes_of_hybrids() {
             }
         }
     }
+}
+
+/// Renames a projection as quantised checkpoints do.
+fn quantise(header: &mut Value) {
+    let name = "model.layers.0.self_attn.q_proj.weight";
+    let tensor = header.as_object_mut().unwrap().remove(name).unwrap();
+    header["model.layers.0.self_attn.q_proj.qweight"] = tensor;
+}
+
+#[test]
+fn quantised_checkpoints_are_named_where_they_cannot_be_decoded() {
+    for method in ["gptq", "awq", "bitsandbytes"] {
+        let change = |config: &mut Value| {
+            config["quantization_config"] = json!({"quant_method": method, "bits": 4});
+        };
+        let message = changed("qwen3_moe", change, quantise).unwrap_err();
+        let found = format!("`quantization_config.quant_method` in `config.json` is `{method}`");
+        assert!(message.starts_with(&found), "{message}");
+        assert!(message.contains("q_proj.weight` is missing") && message.contains("\nhint: "));
+        // Made plain again, with the field left.
+        changed("qwen3_moe", change, |_| {}).unwrap();
+    }
+    let message = changed("qwen3_moe", |_| {}, quantise).unwrap_err();
+    assert!(!message.contains("quantization_config"), "{message}");
+}
+
+#[test]
+fn a_tied_model_skips_a_head_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let from = fixture("qwen3_moe");
+    let mut config: Value =
+        serde_json::from_slice(&fs::read(from.join("config.json")).unwrap()).unwrap();
+    config["tie_word_embeddings"] = json!(true);
+    fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    assert_eq!(census(&checkpoint).unwrap().skipped, ["lm_head.weight"]);
 }
 
 #[test]
