@@ -116,7 +116,7 @@ impl Step {
     fn verbs(&self, ready: &mut Vec<Ready>, routes: &mut Routes) {
         let Self { b, rows, x, y, .. } = self;
         let mut p = b.begin();
-        let [vx, vy] = [&*x, &*y].map(|buf| View::of(buf, D));
+        let [vx, vy] = [x, y].map(|buf| View::of(buf, D));
         let d_head = D / HEADS;
         b.clear(&mut p, x, 0..N * D);
         b.write(&mut p, x, 5, &[1.0, 2.0, 3.0]);

@@ -113,9 +113,8 @@ impl Case for Norm {
             let (b, p) = (bench.b, &mut bench.pass);
             let out = if self.kind == Kind::Rms && way.variant == 0 { &fresh } else { &x };
             let norm = match self.kind {
-                Kind::Rms => verbs::Norm::rms(Some(&w), [heads, d], EPS),
+                Kind::Rms | Kind::Each => verbs::Norm::rms(Some(&w), [heads, d], EPS),
                 Kind::L2 => verbs::Norm::l2([heads, d], EPS, FACTOR),
-                Kind::Each => verbs::Norm::rms(Some(&w), [heads, d], EPS),
                 Kind::Plain => verbs::Norm::rms(None, [heads, d], EPS),
                 Kind::GatedEach => {
                     verbs::Norm::rms(Some(&w), [heads, d], EPS).gated(z.view(), Glu::Silu)
