@@ -77,13 +77,14 @@ impl Step {
             draft.sequence(0, [0, 1]);
             (0..N as u32).for_each(|position| draft.row(position, position, position == 3));
         });
-        let piece = |d_out, d_in, offset| MatrixLayout { encoding, d_out, d_in, offset };
+        let piece = |d_out, d_in, offset| MatrixLayout::plain(encoding, d_out, d_in, offset);
         let bytes = piece(D_EXPERT, D, 0).bytes();
         let layout = ExpertLayout {
             glu: Glu::GeluTanh,
             gate: piece(D_EXPERT, D, 0),
             up: piece(D_EXPERT, D, bytes),
             down: piece(D, D_EXPERT, 2 * bytes),
+            biases: None,
         };
         let slot_bytes = layout.record_bytes().next_multiple_of(4096);
         let floats = |len| b.alloc(len, BufType::F32);
@@ -132,7 +133,7 @@ impl Step {
         b.activate(&mut p, Unary::Softcap(30.0), vx, D, N);
         b.rotary_table(&mut p, &self.heads[0], 1.0, rows, View::of(&self.parts, 2 * HEADS));
         let table = View::of(&self.parts, 2 * HEADS);
-        let shape = [HEADS, d_head, 2 * HEADS];
+        let shape = [HEADS, d_head, 0, 2 * HEADS];
         b.rope(&mut p, vx, shape, table, Pairing::Adjacent, N);
         self.attend(&mut p);
         b.causal_conv(&mut p, vx, &self.taps, 2, &self.state, rows, vy);

@@ -232,7 +232,7 @@ impl Write<'_> {
         let tensors = taken.into_iter().map(|((layer, stage), captured)| {
             let name = format!("layers.{layer}.{stage}");
             let rows = captured.values.len() / captured.width.max(1);
-            let dtype = if stage.ends_with(".ids") { "U32" } else { "F32" };
+            let dtype = if stage == "router.ids" { "U32" } else { "F32" };
             tensors::Out { name, dtype, shape: [rows, captured.width], values: &captured.values }
         });
         let path = out.join(format!("{}.safetensors", what.name()));

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use snowmelt_model::Outline;
 use snowmelt_weights::{Bytes, Checkpoint};
+use std::fmt::Write as _;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -109,5 +110,9 @@ fn describe(outline: &Outline, bits: f64) -> String {
         rows.push(("recurrent state", Size(4 * outline.per_sequence).to_string()));
     }
     rows.push(("longest context", format!("{} tokens", outline.context_max)));
-    rows.iter().map(|(name, value)| format!("{name:18}{value}\n")).collect()
+    let mut text = String::new();
+    for (name, value) in rows {
+        let _ = writeln!(text, "{name:18}{value}");
+    }
+    text
 }

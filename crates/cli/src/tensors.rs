@@ -93,7 +93,7 @@ fn read_file(path: &Path) -> Result<BTreeMap<String, In>> {
         let values = decode(view.dtype(), view.data())
             .with_context(|| format!("`{tensor}` of `{name}` cannot be compared"))?;
         let width = view.shape().last().copied().unwrap_or(1);
-        let rows = if width == 0 { 0 } else { values.len() / width };
+        let rows = values.len().checked_div(width).unwrap_or(0);
         all.insert(tensor, In { rows, width, values });
     }
     Ok(all)

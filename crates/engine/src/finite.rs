@@ -27,7 +27,7 @@ impl<B: Backend> Probe<B> for FiniteProbe {
         width: usize,
     ) {
         // Ids are bits of integers.
-        if self.found.is_some() || stage.name.ends_with(".ids") {
+        if self.found.is_some() || stage.is_ids() {
             return;
         }
         self.row.resize(width, 0.0);

@@ -207,7 +207,7 @@ fn layer_heads(text: &ConfigView<'_>, d_model: usize, layer: usize, kind: Kind) 
     let d_head = positive("head_dim", d_head.unwrap_or(base.d_head))?;
     let n_kv_heads = positive("num_key_value_heads", n_kv_heads.unwrap_or(base.n_kv_heads))?;
     multiple("num_attention_heads", base.n_heads, "num_key_value_heads", n_kv_heads)?;
-    Ok(Heads { d_head, n_kv_heads, ..base })
+    Ok(Heads { n_kv_heads, d_head, ..base })
 }
 
 /// The rotation of a kind of layers; all of a kind must have heads of one width.
@@ -291,11 +291,11 @@ struct Layer<W> {
     mlp_width: usize,
     experts: Option<Experts<W>>,
     post_norm: W,
-    per_layer: Option<PerLayer<W>>,
+    own_input: Option<PerLayer<W>>,
     scalar: f32,
 }
 
-/// The table of per-layer inputs, and what is mixed into it.
+/// The table of inputs of each layer, and what is mixed into it.
 #[derive(Debug)]
 struct PerLayerTable<W> {
     table: W,
@@ -455,7 +455,7 @@ fn load_layer<L: Loader>(
         }
         None => None,
     };
-    let per_layer = match config.per_layer {
+    let own_input = match config.per_layer {
         Some([width, _]) => {
             let (gate, projection) =
                 (of(l, "per_layer_input_gate.weight"), of(l, "per_layer_projection.weight"));
@@ -477,7 +477,7 @@ fn load_layer<L: Loader>(
         mlp_width,
         experts,
         post_norm: norm(l, "post_feedforward_layernorm")?,
-        per_layer,
+        own_input,
         scalar: l.scalar(&of(l, "layer_scalar"))?,
     })
 }
@@ -696,7 +696,7 @@ impl<W, Buf> Gemma4<W, Buf> {
         }
         b.norm(step.p, mixed, &rms(&layer.post_norm), n, mixed);
         b.add(step.p, x, mixed, d, n);
-        if let (Some(own), Some([width, _])) = (&layer.per_layer, self.config.per_layer) {
+        if let (Some(own), Some([width, _])) = (&layer.own_input, self.config.per_layer) {
             let gate = View::of(&work.gate, width);
             let inputs = View::of(&work.inputs[0], n_layers * width).column(index * width);
             b.linear(step.p, x, &own.gate, n, gate);

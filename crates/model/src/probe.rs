@@ -11,6 +11,13 @@ pub struct Stage {
     pub name: &'static str,
 }
 
+impl Stage {
+    /// Whether its values are bits of integers.
+    pub fn is_ids(&self) -> bool {
+        self.name == "router.ids"
+    }
+}
+
 /// What families show, in the order in which a layer computes it. Widths are those of the family;
 /// not every layer has every stage.
 pub const STAGES: &[(&str, &str)] = &[

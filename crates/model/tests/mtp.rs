@@ -1,7 +1,7 @@
 //! Heads that predict further tokens, in made-up checkpoints.
 
 use serde_json::{Value, json};
-use snowmelt_model::{MtpHead, census};
+use snowmelt_model::{ModelOptions, MtpHead, census};
 use snowmelt_weights::{Bytes, Checkpoint};
 
 const D: usize = 8;
@@ -58,7 +58,7 @@ fn heads(extra: Value, beside: &[String]) -> Vec<MtpHead> {
     trunk.push(("model.embed_tokens.weight".into(), vec![4, D]));
     trunk.push(("model.norm.weight".into(), vec![D]));
     let checkpoint = checkpoint(&config, &trunk, beside);
-    let census = census(&checkpoint).unwrap();
+    let census = census(&checkpoint, ModelOptions::default()).unwrap();
     assert_eq!(census.trunk.len(), trunk.len(), "heads are not counted as trunk");
     assert_eq!(census.skipped.len(), beside.len());
     census.mtp

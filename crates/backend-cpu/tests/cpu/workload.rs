@@ -157,7 +157,7 @@ impl<'a> Workload<'a> {
             let table_view = View::of(&table, 2 * half);
             self.b.rotary_table(&mut self.p, &frequencies, 1.1, &rows, table_view);
             for pairing in [Pairing::Half, Pairing::Adjacent] {
-                let shape = [n_heads, d_head, 2 * half];
+                let shape = [n_heads, d_head, 0, 2 * half];
                 self.b.rope(&mut self.p, View::of(&q, wide), shape, table_view, pairing, N);
             }
             self.keep("rope", &q);
@@ -245,7 +245,7 @@ impl<'a> Workload<'a> {
 
         let mut offset = 3;
         let mut piece = |encoding: Encoding, d_out, d_in| {
-            let layout = MatrixLayout { encoding, d_out, d_in, offset };
+            let layout = MatrixLayout::plain(encoding, d_out, d_in, offset);
             offset += layout.bytes() + 5;
             layout
         };
@@ -255,6 +255,7 @@ impl<'a> Workload<'a> {
             gate,
             up: piece(up, d_expert, d),
             down: piece(down, d, d_expert),
+            biases: None,
         };
         let slot_bytes = layout.record_bytes().next_multiple_of(4096);
         let slab = self.b.alloc_slab(slot_bytes, experts as u32);

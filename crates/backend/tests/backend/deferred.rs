@@ -372,7 +372,7 @@ impl Backend for Deferred {
         &self,
         p: &mut Recorder,
         x: View<'_, Buf>,
-        shape: [usize; 3],
+        shape: [usize; 4],
         table: View<'_, Buf>,
         pairing: Pairing,
         n: usize,
