@@ -545,6 +545,7 @@ mod tests {
             sessions: 1,
             rows: 8,
             outputs: 1,
+            row_cache_bytes: 0,
             smallest_bytes: 18 << 20,
         }
     }

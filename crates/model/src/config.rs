@@ -139,6 +139,34 @@ impl Heads {
     }
 }
 
+impl Heads {
+    /// Those of one layer: `per_layer_config` of it, else the global fields in `global` layers.
+    pub(crate) fn of_layer(
+        text: &ConfigView<'_>,
+        d_model: usize,
+        layer: usize,
+        global: bool,
+    ) -> Result<Self> {
+        let base = Self::read(text, d_model)?;
+        let own = match text.opt_object("per_layer_config")? {
+            Some(layers) => layers.opt_object(&layer.to_string())?,
+            None => None,
+        };
+        let of = |own_name: &'static str, global_name: &'static str| -> Result<_> {
+            let own = own.as_ref().map(|own| own.opt_usize(own_name)).transpose()?.flatten();
+            let global = if global { text.opt_usize(global_name)? } else { None };
+            Ok(own.or(global))
+        };
+        let d_head = of("head_dim", "global_head_dim")?.unwrap_or(base.d_head);
+        let n_kv_heads = of("num_key_value_heads", "num_global_key_value_heads")?;
+        let n_kv_heads = n_kv_heads.unwrap_or(base.n_kv_heads);
+        positive("head_dim", d_head)?;
+        positive("num_key_value_heads", n_kv_heads)?;
+        multiple("num_attention_heads", base.n_heads, "num_key_value_heads", n_kv_heads)?;
+        Ok(Self { n_kv_heads, d_head, ..base })
+    }
+}
+
 /// Sizes of routed experts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExpertSizes {
@@ -190,4 +218,19 @@ pub(crate) fn attention_layers(
         }
     };
     types.iter().map(full).collect()
+}
+
+/// Which layers see a window only, where `layer_types` says it.
+pub(crate) fn sliding_layers(text: &ConfigView<'_>, n_layers: usize) -> Result<Option<Vec<bool>>> {
+    let Some(types) = text.opt_strs("layer_types")? else { return Ok(None) };
+    if types.len() != n_layers {
+        let expected = format!("`num_hidden_layers` = {n_layers} entries");
+        return refuse("layer_types", format!("{} entries", types.len()), expected);
+    }
+    let sliding = |kind: &&str| match *kind {
+        "full_attention" => Ok(false),
+        "sliding_attention" => Ok(true),
+        other => refuse("layer_types", other, "`full_attention` or `sliding_attention`"),
+    };
+    types.iter().map(sliding).collect::<Result<_>>().map(Some)
 }

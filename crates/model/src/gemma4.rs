@@ -16,7 +16,9 @@
 //! Checkpoints: Gemma-4-26B-A4B, E2B, E4B, 31B.
 
 use crate::blocks::Mlp;
-use crate::config::{Heads, Result, Trunk, multiple, positive, refuse, text_config};
+use crate::config::{
+    ExpertSizes, Heads, Result, Trunk, positive, refuse, sliding_layers, text_config,
+};
 use crate::experts::{ExpertShape, Fused};
 use crate::loader::{Loader, StateKind, Use};
 use crate::probe::show;
@@ -36,14 +38,6 @@ enum Kind {
     Full,
 }
 
-/// Routed experts.
-#[derive(Clone, Copy, Debug)]
-struct MoeSizes {
-    n_experts: usize,
-    top_k: usize,
-    d_expert: usize,
-}
-
 /// Fields of `config.json`.
 #[derive(Debug)]
 struct Config {
@@ -55,7 +49,7 @@ struct Config {
     d_mlp: usize,
     double_wide: bool,
     n_shared: usize,
-    moe: Option<MoeSizes>,
+    moe: Option<ExpertSizes>,
     /// Width of the per-layer inputs, and rows of their table.
     per_layer: Option<[usize; 2]>,
     softcap: Option<f32>,
@@ -75,18 +69,18 @@ impl Config {
         }
         let kinds = kinds(&text, trunk.n_layers)?;
         let heads = (0..trunk.n_layers)
-            .map(|layer| layer_heads(&text, trunk.d_model, layer, kinds[layer]))
+            .map(|layer| Heads::of_layer(&text, trunk.d_model, layer, kinds[layer] == Kind::Full))
             .collect::<Result<Vec<_>>>()?;
         let field = |name: &'static str| positive(name, text.usize(name)?);
         let moe = match text.opt_bool("enable_moe_block")?.unwrap_or(false) {
-            true => Some(MoeSizes {
+            true => Some(ExpertSizes {
                 n_experts: field("num_experts")?,
                 top_k: field("top_k_experts")?,
                 d_expert: field("moe_intermediate_size")?,
             }),
             false => None,
         };
-        if let Some(MoeSizes { n_experts, top_k, .. }) = moe
+        if let Some(ExpertSizes { n_experts, top_k, .. }) = moe
             && top_k > n_experts
         {
             return refuse("top_k_experts", top_k, format!("at most `num_experts` = {n_experts}"));
@@ -107,12 +101,12 @@ impl Config {
                 Some([width, rows])
             }
         };
-        let softcap = text.opt_f64("final_logit_softcapping")?;
-        if let Some(cap) = softcap
-            && !(cap.is_finite() && cap > 0.0)
-        {
-            return refuse("final_logit_softcapping", cap, "a number above 0, or null");
-        }
+        let softcap = match text.opt_f64("final_logit_softcapping")? {
+            Some(cap) if !(cap.is_finite() && cap > 0.0) => {
+                return refuse("final_logit_softcapping", cap, "a number above 0, or null");
+            }
+            softcap => softcap,
+        };
         let rotary = [Kind::Sliding, Kind::Full]
             .map(|kind| rotary(&text, kind, &kinds, &heads, trunk.context_max));
         let [sliding, full] = rotary;
@@ -168,46 +162,12 @@ impl Config {
 }
 
 fn kinds(text: &ConfigView<'_>, n_layers: usize) -> Result<Vec<Kind>> {
-    let Some(types) = text.opt_strs("layer_types")? else {
-        // Five sliding ones, then a full one; the last is always full.
-        let full = |layer: usize| (layer + 1).is_multiple_of(6) || layer + 1 == n_layers;
-        let kind = |layer| if full(layer) { Kind::Full } else { Kind::Sliding };
-        return Ok((0..n_layers).map(kind).collect());
-    };
-    if types.len() != n_layers {
-        let expected = format!("`num_hidden_layers` = {n_layers} entries");
-        return refuse("layer_types", format!("{} entries", types.len()), expected);
-    }
-    let kind = |kind: &&str| match *kind {
-        "sliding_attention" => Ok(Kind::Sliding),
-        "full_attention" => Ok(Kind::Full),
-        other => refuse("layer_types", other, "`sliding_attention` or `full_attention`"),
-    };
-    types.iter().map(kind).collect()
-}
-
-/// Heads of one layer: `per_layer_config` of a layer, else the global fields in full-attention
-/// layers.
-fn layer_heads(text: &ConfigView<'_>, d_model: usize, layer: usize, kind: Kind) -> Result<Heads> {
-    let base = Heads::read(text, d_model)?;
-    let own = match text.opt_object("per_layer_config")? {
-        Some(layers) => layers.opt_object(&layer.to_string())?,
-        None => None,
-    };
-    let global = |name: &'static str| match kind {
-        Kind::Full => text.opt_usize(name),
-        Kind::Sliding => Ok(None),
-    };
-    let (mut d_head, mut n_kv_heads) =
-        (global("global_head_dim")?, global("num_global_key_value_heads")?);
-    if let Some(own) = own {
-        d_head = own.opt_usize("head_dim")?.or(d_head);
-        n_kv_heads = own.opt_usize("num_key_value_heads")?.or(n_kv_heads);
-    }
-    let d_head = positive("head_dim", d_head.unwrap_or(base.d_head))?;
-    let n_kv_heads = positive("num_key_value_heads", n_kv_heads.unwrap_or(base.n_kv_heads))?;
-    multiple("num_attention_heads", base.n_heads, "num_key_value_heads", n_kv_heads)?;
-    Ok(Heads { n_kv_heads, d_head, ..base })
+    // Five sliding ones, then a full one; the last is always full.
+    let full = |layer: usize| (layer + 1).is_multiple_of(6) || layer + 1 == n_layers;
+    let sliding = sliding_layers(text, n_layers)?;
+    let sliding = sliding.unwrap_or_else(|| (0..n_layers).map(|layer| !full(layer)).collect());
+    let kind = |sliding| if sliding { Kind::Sliding } else { Kind::Full };
+    Ok(sliding.into_iter().map(kind).collect())
 }
 
 /// The rotation of a kind of layers; all of a kind must have heads of one width.
@@ -224,18 +184,7 @@ fn rotary(
         return refuse("head_dim", other, format!("{d_head} in every layer of a kind"));
     }
     let name = if kind == Kind::Full { "full_attention" } else { "sliding_attention" };
-    let parameters = match text.opt_object("rope_parameters")? {
-        Some(all) => all.opt_object(name)?,
-        None => None,
-    };
-    let Some(parameters) = parameters else {
-        return refuse("rope_parameters", "missing", format!("an object with `{name}`"));
-    };
-    let partial = parameters.opt_f64("partial_rotary_factor")?.unwrap_or(1.0);
-    match parameters.opt_str("rope_type")?.unwrap_or("default") {
-        "proportional" => Rotary::proportional(&parameters, d_head, partial),
-        _ => Rotary::of(&parameters, d_head, partial, context_max),
-    }
+    Rotary::of_kind(text, name, d_head, context_max)
 }
 
 /// A layer's attention. `k, v, k_norm` are absent where another layer's cache is read.
@@ -264,7 +213,7 @@ struct Keys<W> {
 #[derive(Debug)]
 struct Experts<W> {
     layer: u32,
-    sizes: MoeSizes,
+    sizes: ExpertSizes,
     /// Weight of the norm before the router.
     scale: W,
     router: W,
@@ -428,7 +377,7 @@ fn load_layer<L: Loader>(
         Some(sizes) => {
             let limits = l.limits();
             limits.top_k = limits.top_k.max(sizes.top_k);
-            let MoeSizes { n_experts, d_expert, .. } = sizes;
+            let ExpertSizes { n_experts, d_expert, .. } = sizes;
             let layer = index as u32;
             let shape = ExpertShape {
                 layer,
@@ -640,7 +589,7 @@ impl<W, Buf> Gemma4<W, Buf> {
     {
         let Trunk { d_model: d, eps, .. } = self.config.trunk;
         let (b, n, work) = (step.b, step.rows.len(), &self.work);
-        let MoeSizes { n_experts, top_k, .. } = experts.sizes;
+        let ExpertSizes { n_experts, top_k, .. } = experts.sizes;
         let [normed, joined] = [&work.normed, &work.joined].map(|buf| self.row(buf));
         let [dense_norm, pre_norm, post_norm] =
             experts.norms.each_ref().map(|w| Norm::rms(Some(w), [1, d], eps));

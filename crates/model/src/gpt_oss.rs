@@ -13,7 +13,7 @@ use crate::blocks::{
     MoeShape, PreNorm, PreNormParts, RouterShape, Works,
 };
 use crate::config::{
-    ExpertSizes, Heads, Result, Trunk, positive, refuse, require_silu, text_config,
+    ExpertSizes, Heads, Result, Trunk, positive, refuse, require_silu, sliding_layers, text_config,
 };
 use crate::experts::Fused;
 use crate::loader::Loader;
@@ -88,17 +88,7 @@ fn moe_shape(text: &ConfigView<'_>, d_model: usize) -> Result<MoeShape> {
 /// and every second after it.
 fn windows(text: &ConfigView<'_>, n_layers: usize) -> Result<Vec<Option<usize>>> {
     let window = positive("sliding_window", text.usize_or("sliding_window", 128)?)?;
-    let Some(types) = text.opt_strs("layer_types")? else {
-        return Ok((0..n_layers).map(|layer| layer.is_multiple_of(2).then_some(window)).collect());
-    };
-    if types.len() != n_layers {
-        let expected = format!("`num_hidden_layers` = {n_layers} entries");
-        return refuse("layer_types", format!("{} entries", types.len()), expected);
-    }
-    let of = |kind: &&str| match *kind {
-        "full_attention" => Ok(None),
-        "sliding_attention" => Ok(Some(window)),
-        other => refuse("layer_types", other, "`full_attention` or `sliding_attention`"),
-    };
-    types.iter().map(of).collect()
+    let every_second = || (0..n_layers).map(|layer| layer.is_multiple_of(2)).collect();
+    let sliding = sliding_layers(text, n_layers)?.unwrap_or_else(every_second);
+    Ok(sliding.into_iter().map(|sliding| sliding.then_some(window)).collect())
 }

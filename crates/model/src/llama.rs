@@ -12,7 +12,9 @@ use crate::blocks::{
     Attention, AttentionShape, AttentionWork, Biases, Ffn, LayerParts, LoadedAs, Mixer, Mlp,
     PreNorm, PreNormParts, Works,
 };
-use crate::config::{Heads, Result, Trunk, positive, refuse, require_silu, text_config};
+use crate::config::{
+    Heads, Result, Trunk, positive, refuse, require_silu, sliding_layers, text_config,
+};
 use crate::loader::Loader;
 use crate::rotary::Rotary;
 use snowmelt_backend::Glu;
@@ -39,7 +41,7 @@ fn load_dense<L: Loader>(
     let heads = Heads::read(text, d_model)?;
     let rotary = Rotary::read(text, heads.d_head, trunk.context_max)?;
     let attention = attention(AttentionShape::plain(heads, d_model, eps));
-    let windows = sliding_layers(text, trunk.n_layers)?;
+    let windows = windows(text, trunk.n_layers)?;
     let d_mlp = positive("intermediate_size", text.usize("intermediate_size")?)?;
     let parts = PreNormParts { trunk, norm_plus: 0.0, moe: None, d_mlp };
     let works = |l: &mut L| Works {
@@ -57,27 +59,17 @@ fn load_dense<L: Loader>(
 
 /// The window of each layer: `sliding_window` where `use_sliding_window` is set, in the layers that
 /// `layer_types` names, else from `max_window_layers` on.
-pub(crate) fn sliding_layers(text: &ConfigView<'_>, n_layers: usize) -> Result<Vec<Option<usize>>> {
+fn windows(text: &ConfigView<'_>, n_layers: usize) -> Result<Vec<Option<usize>>> {
     let window = match text.opt_usize("sliding_window")? {
         Some(window) if text.opt_bool("use_sliding_window")?.unwrap_or(false) => {
             positive("sliding_window", window)?
         }
         _ => return Ok(vec![None; n_layers]),
     };
-    let Some(types) = text.opt_strs("layer_types")? else {
-        let first = text.usize_or("max_window_layers", n_layers)?;
-        return Ok((0..n_layers).map(|layer| (layer >= first).then_some(window)).collect());
-    };
-    if types.len() != n_layers {
-        let expected = format!("`num_hidden_layers` = {n_layers} entries");
-        return refuse("layer_types", format!("{} entries", types.len()), expected);
-    }
-    let of = |kind: &&str| match *kind {
-        "full_attention" => Ok(None),
-        "sliding_attention" => Ok(Some(window)),
-        other => refuse("layer_types", other, "`full_attention` or `sliding_attention`"),
-    };
-    types.iter().map(of).collect()
+    let first = text.usize_or("max_window_layers", n_layers)?;
+    let from_first = || (0..n_layers).map(|layer| layer >= first).collect();
+    let sliding = sliding_layers(text, n_layers)?.unwrap_or_else(from_first);
+    Ok(sliding.into_iter().map(|sliding| sliding.then_some(window)).collect())
 }
 
 /// Qwen2 and 2.5.

@@ -13,6 +13,23 @@ use crate::loader::Loader;
 use snowmelt_backend::Rows;
 use snowmelt_weights::ConfigView;
 
+/// Indices of the layers that `ple_layer_ids` names, which counts from one.
+pub(crate) fn layers(text: &ConfigView<'_>, n_layers: usize) -> Result<Vec<usize>> {
+    let field = "ple_layer_ids";
+    let mut layers = Vec::new();
+    for id in text.opt_usizes(field)?.unwrap_or_default() {
+        let layer = id.checked_sub(1).filter(|&layer| layer < n_layers);
+        let Some(layer) = layer else {
+            return refuse(field, id, format!("1 to `num_hidden_layers` = {n_layers}"));
+        };
+        if layers.contains(&layer) {
+            return refuse(field, id, "each layer once");
+        }
+        layers.push(layer);
+    }
+    Ok(layers)
+}
+
 /// Fields that all n-gram tables of a model share.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NgramShape {

@@ -31,7 +31,7 @@ use crate::config::{
     require_silu, text_config,
 };
 use crate::loader::{Loader, StateKind, Use};
-use crate::ngram::{NgramShape, Ngrams};
+use crate::ngram::{self, NgramShape, Ngrams};
 use crate::qwen3_next::gated_shared_expert;
 use crate::registry::{Decoder, Qsa, Step};
 use crate::rotary::Rotary;
@@ -123,21 +123,9 @@ impl PleShape {
         trunk: &Trunk,
         residual: &StreamShape,
     ) -> Result<Option<Self>> {
-        let (field, n_layers) = ("ple_layer_ids", trunk.n_layers);
-        let ids = text.opt_usizes(field)?.unwrap_or_default();
-        if ids.is_empty() {
+        let layers = ngram::layers(text, trunk.n_layers)?;
+        if layers.is_empty() {
             return Ok(None);
-        }
-        let mut layers = Vec::with_capacity(ids.len());
-        for id in ids {
-            let layer = id.checked_sub(1).filter(|&layer| layer < n_layers);
-            let Some(layer) = layer else {
-                return refuse(field, id, format!("1 to `num_hidden_layers` = {n_layers}"));
-            };
-            if layers.contains(&layer) {
-                return refuse(field, id, "each layer once");
-            }
-            layers.push(layer);
         }
         let ngrams = NgramShape::read(outer, text, trunk.n_vocab)?;
         let name = "ple_conv_kernel_size";

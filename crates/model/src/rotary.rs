@@ -105,6 +105,27 @@ impl Rotary {
         Ok(whole)
     }
 
+    /// That of layers of one kind, where each has its own object in `rope_parameters`.
+    pub(crate) fn of_kind(
+        text: &ConfigView<'_>,
+        kind: &str,
+        d_head: usize,
+        context_max: usize,
+    ) -> Result<Self> {
+        let parameters = match text.opt_object("rope_parameters")? {
+            Some(all) => all.opt_object(kind)?,
+            None => None,
+        };
+        let Some(parameters) = parameters else {
+            return refuse("rope_parameters", "missing", format!("an object with `{kind}`"));
+        };
+        let partial = parameters.opt_f64("partial_rotary_factor")?.unwrap_or(1.0);
+        match parameters.opt_str("rope_type")? {
+            Some("proportional") => Self::proportional(&parameters, d_head, partial),
+            _ => Self::of(&parameters, d_head, partial, context_max),
+        }
+    }
+
     /// Without any stretching, all of the head.
     fn plain(parameters: &ConfigView<'_>, d_head: usize) -> Result<Self> {
         let theta = parameters.opt_f64("rope_theta")?.unwrap_or(10_000.0);

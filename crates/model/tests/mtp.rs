@@ -1,5 +1,7 @@
 //! Heads that predict further tokens, in made-up checkpoints.
 
+#![expect(clippy::unwrap_used, reason = "tests")]
+
 use serde_json::{Value, json};
 use snowmelt_model::{ModelOptions, MtpHead, census};
 use snowmelt_weights::{Bytes, Checkpoint};
@@ -43,7 +45,7 @@ const LAYER: [&str; 9] = [
 ];
 
 /// Llama, since its trunk is the shortest; which names are heads depends on no family.
-fn heads(extra: Value, beside: &[String]) -> Vec<MtpHead> {
+fn heads(extra: &Value, beside: &[String]) -> Vec<MtpHead> {
     let mut config = json!({
         "model_type": "llama", "hidden_size": D, "num_hidden_layers": 1, "vocab_size": 4,
         "num_attention_heads": 1, "intermediate_size": D, "tie_word_embeddings": true,
@@ -69,7 +71,7 @@ const QWEN: [&str; 4] = ["fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "n
 #[test]
 fn a_complete_head_of_qwen() {
     let beside = [names("mtp.", &QWEN), names("mtp.layers.0.", &LAYER)].concat();
-    let [head] = &heads(json!({}), &beside)[..] else { panic!("one head") };
+    let [head] = &heads(&json!({}), &beside)[..] else { panic!("one head") };
     assert_eq!((head.name.as_str(), head.tensors.len()), ("mtp.layers.0", 13));
     assert_eq!(head.missing, Vec::<String>::new());
     assert_eq!(head.bytes, 13 * 4 * D as u64);
@@ -78,7 +80,7 @@ fn a_complete_head_of_qwen() {
 #[test]
 fn a_partial_head_of_qwen_says_what_it_lacks() {
     let beside = [names("mtp.", &QWEN[..3]), names("mtp.layers.0.", &LAYER[1..])].concat();
-    let [head] = &heads(json!({}), &beside)[..] else { panic!("one head") };
+    let [head] = &heads(&json!({}), &beside)[..] else { panic!("one head") };
     assert_eq!(head.missing, ["mtp.norm.weight", "mtp.layers.0.input_layernorm.weight"]);
 }
 
@@ -88,7 +90,7 @@ fn a_head_of_qwen4_has_two_projections_and_no_layer_norms() {
     let mixer = ["hyper_connection_mixer.hc_norm"];
     let layer = names("mtp.layers.0.", &LAYER[2..]);
     let beside = [names("mtp.", &own), names("mtp.", &mixer), layer].concat();
-    let [head] = &heads(json!({}), &beside)[..] else { panic!("one head") };
+    let [head] = &heads(&json!({}), &beside)[..] else { panic!("one head") };
     assert_eq!(head.missing, Vec::<String>::new());
 }
 
@@ -99,7 +101,7 @@ fn heads_of_deepseek_lie_past_the_last_layer() {
         let prefix = format!("model.layers.{layer}.");
         [names(&prefix, &own), names(&prefix, &LAYER)].concat()
     };
-    let found = heads(json!({}), &[head(1), head(2)].concat());
+    let found = heads(&json!({}), &[head(1), head(2)].concat());
     let [one, two] = &found[..] else { panic!("{found:?}") };
     assert_eq!((one.name.as_str(), two.name.as_str()), ("model.layers.1", "model.layers.2"));
     assert!(one.missing.is_empty() && two.missing.is_empty());
@@ -108,7 +110,7 @@ fn heads_of_deepseek_lie_past_the_last_layer() {
 #[test]
 fn a_promised_head_may_be_partial() {
     let beside = names("model.layers.1.", &LAYER[2..]);
-    let found = heads(json!({"num_nextn_predict_layers": 1}), &beside);
+    let found = heads(&json!({"num_nextn_predict_layers": 1}), &beside);
     let [head] = &found[..] else { panic!("{found:?}") };
     assert_eq!(head.missing.len(), 6, "{:?}", head.missing);
     assert!(head.missing.contains(&"model.layers.1.enorm.weight".to_owned()));

@@ -168,7 +168,7 @@ fn a_tied_model_skips_a_head_of_its_own() {
     fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
     fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    assert_eq!(census(&checkpoint).unwrap().skipped, ["lm_head.weight"]);
+    assert_eq!(census(&checkpoint, ModelOptions::default()).unwrap().skipped, ["lm_head.weight"]);
 }
 
 #[test]
