@@ -309,7 +309,9 @@ impl Backend for CpuBackend {
     ) {
         let run = self.core.enter();
         assert!(d <= d_head && d.is_multiple_of(2), "rotation of {d} in heads of {d_head}");
-        let (x, table) = (run.mat(x, n, heads * d_head), run.mat(table, n, d));
+        // The rest of the last head need not be there: the rotated part may be the tail of a row.
+        let width = heads.saturating_sub(1) * d_head + d;
+        let (x, table) = (run.mat(x, n, width), run.mat(table, n, d));
         let half = d / 2;
         run.tools.kernels(n, n * heads * d, |_, rows| Rope {
             x,

@@ -5,5 +5,6 @@
 mod equality;
 mod faults;
 mod oracle;
+mod published;
 mod support;
 mod tiny;
