@@ -210,7 +210,9 @@ impl Choice<'_> {
         };
         if let Some(eps) = self.renormalise {
             let sum = weights.iter().sum::<f64>() + eps as f64;
-            weights.iter_mut().for_each(|weight| *weight /= sum);
+            for weight in &mut weights {
+                *weight /= sum;
+            }
         }
         let last = |(id, weight): (u32, f64)| {
             let own = self.expert_factor.map_or(1.0, |factors| factors[id as usize] as f64);
