@@ -35,14 +35,14 @@ fn bytes(values: &[f32]) -> Vec<u8> {
 }
 
 fn layout() -> ExpertLayout {
-    let matrix =
-        |d_out, d_in, offset| MatrixLayout { encoding: Encoding::F32, d_out, d_in, offset };
+    let matrix = |d_out, d_in, offset| MatrixLayout::plain(Encoding::F32, d_out, d_in, offset);
     let piece = D * D_EXPERT * 4;
     ExpertLayout {
         glu: Glu::Silu,
         gate: matrix(D_EXPERT, D, 0),
         up: matrix(D_EXPERT, D, piece),
         down: matrix(D, D_EXPERT, 2 * piece),
+        biases: None,
     }
 }
 

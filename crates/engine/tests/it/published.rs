@@ -3,6 +3,7 @@
 
 use crate::support::{cpu, fixture, packed_from, root, tensors};
 use serde_json::{Value, json};
+use snowmelt_backend::MatrixLayout;
 use snowmelt_backend_cpu::Activations;
 use snowmelt_engine::{Engine, EngineOptions, Outputs, Residency};
 use snowmelt_weights::{Checkpoint, Encoding};
@@ -89,7 +90,9 @@ fn to_fp8(values: &[f32], d_in: usize) -> (Vec<u8>, Vec<f32>, Vec<f32>) {
         *scale = scale.max(value.abs() / 448.0);
     }
     // Those of bf16 tensors are exact in bf16 too.
-    scales.iter_mut().for_each(|s| *s = f32::from_bits((s.to_bits() + 0x1_0000) & !0xffff));
+    for scale in &mut scales {
+        *scale = f32::from_bits((scale.to_bits() + 0x1_0000) & !0xffff);
+    }
     let scale = |i: usize| scales[i / d_in / 128 * blocks + i % d_in / 128];
     let codes: Vec<u8> =
         values.iter().enumerate().map(|(i, value)| nearest(&all, value / scale(i))).collect();
@@ -289,7 +292,7 @@ fn packed_records_are_plain() {
     let (folder, packed) = packed_from(&crate::support::open("gpt_oss"), None, None);
     let census = snowmelt_model::census(&packed).unwrap();
     for table in &census.experts {
-        assert!(table.layout.all_pieces().all(|piece| piece.is_plain()));
+        assert!(table.layout.all_pieces().all(MatrixLayout::is_plain));
         assert_eq!(table.layout.all_pieces().count(), 6);
     }
     drop(folder);
