@@ -3,8 +3,8 @@
 
 use snowmelt_backend::{
     Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Glu, Groups, HeadRows,
-    IndexSelect, Limits, MatrixLayout, MoeFfn, Norm, PAGE_TOKENS, Pairing, Pass, Pool, Ready,
-    Router, Routes, Rows, Scores, Shared, Unary, View,
+    IndexSelect, Limits, MatrixLayout, MoeFfn, Norm, Order, PAGE_TOKENS, Pairing, Pass, Pool,
+    Ready, Router, Routes, Rows, Scores, Shared, Unary, View,
 };
 use snowmelt_backend_cpu::{Activations, CpuBackend, CpuBuf, CpuOptions, CpuWeight};
 use snowmelt_weights::Encoding;
@@ -63,6 +63,26 @@ struct Step {
     routes: Routes,
 }
 
+/// An expert as some models are published: transposed, gate and up in turns, with biases.
+fn in_turns(encoding: Encoding) -> ExpertLayout {
+    let transposed = |first, step, width, plain| MatrixLayout {
+        order: Order::Transposed { first, step, width },
+        ..plain
+    };
+    let gate = MatrixLayout::plain(encoding, D_EXPERT, D, 0);
+    let bytes = gate.bytes();
+    let [gate, up] = [0, 1].map(|first| transposed(first, 2, 2 * D_EXPERT, gate));
+    let down = MatrixLayout::plain(encoding, D, D_EXPERT, 2 * bytes);
+    let bias = |d_out| MatrixLayout::plain(encoding, d_out, 1, 3 * bytes);
+    ExpertLayout {
+        glu: Glu::Silu,
+        gate,
+        up,
+        down: transposed(0, 1, D, down),
+        biases: Some([bias(D_EXPERT), bias(D_EXPERT), bias(D)]),
+    }
+}
+
 impl Step {
     fn new(activations: Activations, encoding: Encoding, threads: usize) -> Self {
         let options = CpuOptions { threads, activations, ..CpuOptions::default() };
@@ -86,6 +106,7 @@ impl Step {
             down: piece(D, D_EXPERT, 2 * bytes),
             biases: None,
         };
+        let layout = if encoding == Encoding::Bf16 { in_turns(encoding) } else { layout };
         let slot_bytes = layout.record_bytes().next_multiple_of(4096);
         let floats = |len| b.alloc(len, BufType::F32);
         Self {

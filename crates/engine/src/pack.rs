@@ -36,7 +36,8 @@ pub struct Packed {
 /// Writes `source` to the new folder `destination`. `progress(done, total)` counts bytes and may
 /// end the work by returning false; what is there then is continued by the next call.
 ///
-/// Memory: one expert record as stored and one as packed, and one chunk of rows, whatever the size of the source.
+/// Memory: one expert record as stored, one as packed, and one chunk of rows, whatever the size of
+/// the source.
 ///
 /// # Errors
 /// When the source is refused or cannot be read, a weight is not finite, the destination exists,

@@ -738,13 +738,8 @@ fn routed(ids: &[u32], weights: &[f32], top_k: usize) -> Routed<Buf> {
 fn an_expert_is_a_swiglu() {
     // gate 1, up 2, down 3, each 1 x 1: 3 * silu(x) * 2x.
     let matrix = |offset| MatrixLayout::plain(Encoding::F32, 1, 1, offset);
-    let layout = ExpertLayout {
-        glu: Glu::Silu,
-        gate: matrix(4),
-        up: matrix(0),
-        down: matrix(8),
-        biases: None,
-    };
+    let [gate, up, down] = [4, 0, 8].map(matrix);
+    let layout = ExpertLayout { glu: Glu::Silu, gate, up, down, biases: None };
     assert_eq!(layout.record_bytes(), 12);
     let slab = Reference.alloc_slab(4096, 2);
     for (i, value) in [2.0f32, 1.0, 3.0].into_iter().enumerate() {

@@ -5,6 +5,7 @@
 mod equality;
 mod faults;
 mod oracle;
+mod published;
 mod qwen4_exp;
 mod support;
 mod tiny;

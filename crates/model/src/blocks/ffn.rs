@@ -132,7 +132,7 @@ pub(crate) struct Moe<W, Buf> {
     router: W,
     router_bias: Option<Buf>,
     choice_bias: Option<W>,
-    layout: ExpertLayout,
+    layout: Box<ExpertLayout>,
     shared: Option<(Mlp<W>, Option<W>)>,
 }
 
@@ -160,7 +160,7 @@ impl<W, Buf> Moe<W, Buf> {
             Some(part) => Some(l.vector(&of(l, part), n_experts, 0.0)?),
             None => None,
         };
-        let layout = l.experts(&experts, &of(l, "experts"))?;
+        let layout = Box::new(l.experts(&experts, &of(l, "experts"))?);
         let shared = match shape.shared {
             Some(SharedShape { name: part, width, gated }) => {
                 let mlp = Mlp::load(l, shape.glu, [d, width], &format!("{name}.{part}"))?;
