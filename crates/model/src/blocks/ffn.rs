@@ -256,7 +256,6 @@ impl<W, Buf> Moe<W, Buf> {
 
 /// Either kind.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "there is one a layer")]
 pub(crate) enum Ffn<W, Buf> {
     /// Dense.
     Mlp(Mlp<W>),
