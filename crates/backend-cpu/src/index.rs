@@ -43,7 +43,7 @@ pub(crate) fn index_select(
     let most = (0..n).map(blocks_of).max().unwrap_or(0);
     let pooled = if args.pool.is_some() { most * d } else { 0 };
     let thread = index_floats(most, if args.pool.is_some() { d } else { 0 });
-    run.reserve(Sizes { thread, pooled, ..Sizes::default() });
+    run.reserve(Sizes { pooled, thread, ..Sizes::default() });
     let (areas, tools) = (run.scratch.thread_areas(), run.tools);
     for sequence in rows.sequences() {
         let pages = rows.pages(sequence);

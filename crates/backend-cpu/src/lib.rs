@@ -33,7 +33,7 @@
 //! | `verbs` | the implementation of [`Backend`](snowmelt_backend::Backend): checks, then splits |
 //! | `matmul`, `heads`, `index`, `moe` | the same for products, `index_select` and experts |
 //! | `linear`, `dot`, `gemm` | outputs of a product: f32 tiles, integer tiles |
-//! | `attention`, `recurrent`, `route`, `norm`, `streams`, `elementwise` | kernels of the other verbs |
+//! | `attention`, `recurrent`, `route`, `norm`, `streams`, `elementwise` | kernels of others |
 //! | `quantise`, `math`, `canonical` | arithmetic they share |
 //! | `simd` | the vector type of each instruction set |
 //! | `backend`, `scratch`, `buf`, `slab`, `memory`, `pool`, `isa` | memory, threads, detection |

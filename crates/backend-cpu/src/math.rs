@@ -41,7 +41,7 @@ pub(crate) fn silu<S: Simd>(s: S, x: S::V) -> S::V {
 pub(crate) fn gelu_tanh<S: Simd>(s: S, x: S::V) -> S::V {
     let cubic = s.fma(s.mul(s.splat(0.044_715), x), x, s.splat(1.0));
     // -2 sqrt(2/pi)
-    let power = s.mul(s.mul(s.splat(-1.595_769_1), x), cubic);
+    let power = s.mul(s.mul(s.splat(-1.595_769_2), x), cubic);
     s.div(x, s.add(s.splat(1.0), exp(s, power)))
 }
 

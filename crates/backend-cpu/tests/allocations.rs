@@ -2,12 +2,14 @@
 #![allow(unsafe_code)]
 
 use snowmelt_backend::{
-    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Gate, Limits, MatrixLayout,
-    MoeFfn, PAGE_TOKENS, Pairing, Pass, Ready, Router, Routes, Rows, Shared, View,
+    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Glu, Groups, HeadRows,
+    IndexSelect, Limits, MatrixLayout, MoeFfn, Norm, PAGE_TOKENS, Pairing, Pass, Pool, Ready,
+    Router, Routes, Rows, Scores, Shared, Unary, View,
 };
 use snowmelt_backend_cpu::{Activations, CpuBackend, CpuBuf, CpuOptions, CpuWeight};
 use snowmelt_weights::Encoding;
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::mem::take;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
@@ -37,6 +39,9 @@ const HEADS: usize = 4;
 const D_EXPERT: usize = 128;
 const EXPERTS: usize = 8;
 const TOP_K: usize = 2;
+/// Tokens of an indexer's block, and most blocks of a row.
+const RATIO: usize = 3;
+const TOP: usize = 5;
 
 /// All that a step needs, from before `prepare`.
 struct Step {
@@ -75,6 +80,7 @@ impl Step {
         let piece = |d_out, d_in, offset| MatrixLayout { encoding, d_out, d_in, offset };
         let bytes = piece(D_EXPERT, D, 0).bytes();
         let layout = ExpertLayout {
+            glu: Glu::GeluTanh,
             gate: piece(D_EXPERT, D, 0),
             up: piece(D_EXPERT, D, bytes),
             down: piece(D, D_EXPERT, 2 * bytes),
@@ -102,38 +108,34 @@ impl Step {
     }
 
     fn run(&mut self) {
+        let (mut ready, mut routes) = (take(&mut self.ready), take(&mut self.routes));
+        self.verbs(&mut ready, &mut routes);
+        (self.ready, self.routes) = (ready, routes);
+    }
+
+    fn verbs(&self, ready: &mut Vec<Ready>, routes: &mut Routes) {
         let Self { b, rows, x, y, .. } = self;
         let mut p = b.begin();
-        let [vx, vy] = [&*x, &*y].map(|buf| View::of(buf, D));
+        let [vx, vy] = [x, y].map(|buf| View::of(buf, D));
         let d_head = D / HEADS;
         b.clear(&mut p, x, 0..N * D);
         b.write(&mut p, x, 5, &[1.0, 2.0, 3.0]);
         b.copy(&mut p, x, 0, D, D);
         b.embed(&mut p, &self.square, rows, vx);
-        b.rms_norm(&mut p, vx, &self.vector, HEADS, 1e-6, N, vy);
-        b.l2_norm(&mut p, vy, [HEADS, d_head], 1e-6, 1.0, N);
+        let rms = Norm::rms(Some(&self.vector), [HEADS, d_head], 1e-6);
+        b.norm(&mut p, vx, &rms, N, vy);
+        b.norm(&mut p, vy, &Norm::l2([HEADS, d_head], 1e-6, 1.0), N, vy);
         b.linear(&mut p, vx, &self.square, N, vy);
         b.linear(&mut p, vx, &self.square, 1, vy);
         b.add(&mut p, vx, vy, D, N);
-        b.swiglu(&mut p, vx, vy, D, N, vx);
-        b.sigmoid_gate(&mut p, vx, vy, D, N);
+        b.glu(&mut p, Glu::Silu, vx, vy, D, N, vx);
+        b.activate(&mut p, Unary::Softcap(30.0), vx, D, N);
         b.rotary_table(&mut p, &self.heads[0], 1.0, rows, View::of(&self.parts, 2 * HEADS));
         let table = View::of(&self.parts, 2 * HEADS);
         let shape = [HEADS, d_head, 2 * HEADS];
         b.rope(&mut p, vx, shape, table, Pairing::Adjacent, N);
-        let args = Attention {
-            q: vx,
-            k: vy,
-            v: vy,
-            k_cache: &self.caches[0],
-            v_cache: &self.caches[1],
-            n_heads: HEADS,
-            n_kv_heads: HEADS,
-            d_head,
-            scale: 1.0,
-        };
-        b.attention(&mut p, &args, rows, vx);
-        b.causal_conv(&mut p, vx, &self.taps, &self.state, rows, vy);
+        self.attend(&mut p);
+        b.causal_conv(&mut p, vx, &self.taps, 2, &self.state, rows, vy);
         let gates = self.choices.each_ref().map(|buf| View { buf, offset: 0, stride: 1 });
         b.delta_gate(&mut p, gates[0], gates[1], [&self.heads[0], &self.heads[1]], 1);
         let args = DeltaStep {
@@ -149,13 +151,18 @@ impl Step {
             d_value: d_head,
         };
         b.delta_step(&mut p, &args, rows, vy);
-        b.gated_norm(&mut p, vx, vy, &self.vector, HEADS, 1e-6, Gate::Silu, N);
+        b.norm(&mut p, vx, &rms.gated(vy, Glu::Silu), N, vx);
+        self.heads_and_streams(&mut p);
         let [ids, weights] = &self.choices;
-        let router = Router::Softmax { renormalise: true };
-        let routed = b.route(&mut p, vx, [EXPERTS, TOP_K], router, N, [ids, weights]);
-        p.read_routes(&routed, &mut self.routes).expect("the processor is not lost");
+        let router = Router {
+            scores: Scores::Sigmoid,
+            groups: Some(Groups { count: 4, kept: 2 }),
+            ..Router::softmax([EXPERTS, TOP_K], true)
+        };
+        let routed = b.route(&mut p, vx, &router, N, [ids, weights]);
+        p.read_routes(&routed, routes).expect("the processor is not lost");
         let args = MoeFfn { x: vx, routed: &routed, layout: &self.layout, slab: &self.slab };
-        b.moe_ffn(&mut p, &args, Experts::Ready(&mut self.ready), &self.parts);
+        b.moe_ffn(&mut p, &args, Experts::Ready(ready), &self.parts);
         p.submit();
         b.moe_ffn(&mut p, &args, Experts::Resident { first_slot: 0 }, &self.parts);
         let shared = Shared { x: vy, gate: Some(View::of(weights, 1)) };
@@ -163,6 +170,63 @@ impl Step {
         b.select_outputs(&mut p, vx, D, rows, 0, 1, vy);
         let mut some = [0.0; 7];
         p.read(x, 3..10, &mut some).expect("the processor is not lost");
+    }
+
+    fn attend(&self, p: &mut <CpuBackend as Backend>::Pass) {
+        let Self { b, rows, x, y, .. } = self;
+        let [vx, vy] = [x, y].map(|buf| View::of(buf, D));
+        let d_head = D / HEADS;
+        let index = IndexSelect {
+            q: vx,
+            k: View::of(y, d_head),
+            k_cache: &self.caches[0],
+            weights: None,
+            n_heads: HEADS,
+            d: d_head,
+            scale: 1.0,
+            sum_scale: 1.0,
+            pool: Some(Pool {
+                ratio: RATIO,
+                norm: &self.vector,
+                eps: 1e-6,
+                inv_freq: &self.heads[0],
+                rotary_scale: 1.0,
+            }),
+            top: TOP,
+            ids: &self.parts,
+        };
+        let selection = b.index_select(p, &index, rows);
+        let args = Attention {
+            q: vx,
+            k: Some(vy),
+            v: Some(vy),
+            k_cache: &self.caches[0],
+            v_cache: Some(&self.caches[1]),
+            n_heads: HEADS,
+            n_kv_heads: HEADS,
+            d_key: d_head,
+            d_value: d_head,
+            scale: 1.0,
+            window: Some(20),
+            sinks: Some(&self.heads[0]),
+            selection: Some(&selection),
+        };
+        b.attention(p, &args, rows, vx);
+    }
+
+    fn heads_and_streams(&self, p: &mut <CpuBackend as Backend>::Pass) {
+        let (b, d_head, shape) = (&self.b, D / HEADS, [HEADS, D / HEADS]);
+        let [vx, vy] = [&self.x, &self.y].map(|buf| View::of(buf, D));
+        let one = View::of(&self.parts, d_head);
+        let (stride, first, rows) = (d_head, 0, 7);
+        let heads =
+            HeadRows { heads: 1, stride, first, rows, x_head: 0, out_head: 0, transposed: false };
+        b.linear_heads(p, vx, &self.square, &heads, N, vy);
+        b.linear_heads(p, vx, &self.square, &HeadRows { transposed: true, ..heads }, N, vy);
+        b.copy_heads(p, vx, [HEADS, d_head, d_head, 3], N, vy);
+        b.stream_mix(p, vx, vy, shape, N, one);
+        b.stream_join(p, vx, one, Some(View::of(&self.choices[0], 0)), shape, N);
+        b.row_gate(p, vx, vy, one, shape, N, vy);
     }
 
     /// Experts that arrive.
@@ -192,6 +256,8 @@ fn no_verb_allocates_after_prepare() {
             context_tokens: 2 * PAGE_TOKENS,
             n_heads: HEADS,
             d_head: D / HEADS,
+            d_index: D / HEADS,
+            index_ratio: RATIO,
         };
         step.b.prepare(&limits);
         step.routes.set(TOP_K, |ids| ids.resize(N * TOP_K, 0));

@@ -1,8 +1,9 @@
 //! Every verb once, on odd shapes and seeded numbers, large enough to be split over threads.
 
 use snowmelt_backend::{
-    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Gate, MatrixLayout, MoeFfn,
-    PAGE_TOKENS, Pairing, Pass, Ready, Routed, Router, Rows, Shared, Slab, View,
+    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Glu, Groups, HeadRows,
+    IndexSelect, MatrixLayout, MoeFfn, Norm, PAGE_TOKENS, Pairing, Pass, Pool, Ready, Routed,
+    Router, Rows, Scores, Shared, Slab, Unary, View,
 };
 use snowmelt_backend_cpu::{CpuBackend, CpuBuf, CpuPass, CpuWeight};
 use snowmelt_weights::Encoding;
@@ -38,6 +39,11 @@ impl<'a> Workload<'a> {
         ] {
             all.experts(gate, up, down);
         }
+        all.functions();
+        all.streams();
+        all.heads();
+        all.selections();
+        all.routers();
         all.results
     }
 
@@ -91,8 +97,8 @@ impl<'a> Workload<'a> {
             let out = self.empty(n * width, BufType::F32);
             let (vx, vy) = (View::of(&x, width), View::of(&y, width));
             self.b.add(&mut self.p, vx, vy, width, n);
-            self.b.sigmoid_gate(&mut self.p, vx, vy, width, n);
-            self.b.swiglu(&mut self.p, vx, vy, width, n, View::of(&out, width));
+            self.b.glu(&mut self.p, Glu::Sigmoid, vy, vx, width, n, vx);
+            self.b.glu(&mut self.p, Glu::Silu, vx, vy, width, n, View::of(&out, width));
             self.keep("add, sigmoid_gate", &x);
             self.keep("swiglu", &out);
         }
@@ -104,12 +110,13 @@ impl<'a> Workload<'a> {
         let (x, z) = (self.buf(N * width), self.buf(N * width));
         let w = self.weight(Encoding::Bf16, 1, d);
         let (vx, vz) = (View::of(&x, width), View::of(&z, width));
-        self.b.rms_norm(&mut self.p, vx, &w, heads, 1e-6, N, vx);
-        self.b.l2_norm(&mut self.p, vz, [heads, d], 1e-6, 0.3, N);
+        let rms = |eps| Norm::rms(Some(&w), [heads, d], eps);
+        self.b.norm(&mut self.p, vx, &rms(1e-6), N, vx);
+        self.b.norm(&mut self.p, vz, &Norm::l2([heads, d], 1e-6, 0.3), N, vz);
         self.keep("rms_norm", &x);
         self.keep("l2_norm", &z);
-        self.b.gated_norm(&mut self.p, vx, vz, &w, heads, 1e-5, Gate::Silu, N);
-        self.b.gated_norm(&mut self.p, vx, vz, &w, heads, 1e-5, Gate::Sigmoid, N);
+        self.b.norm(&mut self.p, vx, &rms(1e-5).gated(vz, Glu::Silu), N, vx);
+        self.b.norm(&mut self.p, vx, &rms(1e-5).gated(vz, Glu::Sigmoid), N, vx);
         self.keep("gated_norm", &x);
     }
 
@@ -162,14 +169,18 @@ impl<'a> Workload<'a> {
             }
             let args = Attention {
                 q: View::of(&q, wide),
-                k: View::of(&k, width),
-                v: View::of(&v, width),
+                k: Some(View::of(&k, width)),
+                v: Some(View::of(&v, width)),
                 k_cache: &k_cache,
-                v_cache: &v_cache,
+                v_cache: Some(&v_cache),
                 n_heads,
                 n_kv_heads,
-                d_head,
+                d_key: d_head,
+                d_value: d_head,
                 scale: 0.3,
+                window: None,
+                sinks: None,
+                selection: None,
             };
             let out = self.empty(N * wide, BufType::F32);
             self.b.attention(&mut self.p, &args, &rows, View::of(&out, wide));
@@ -184,7 +195,7 @@ impl<'a> Workload<'a> {
         let w = self.weight(Encoding::F32, channels, taps);
         let state = self.buf(3 * (taps - 1) * channels);
         let (vx, vout) = (View::of(&x, channels), View::of(&out, channels));
-        self.b.causal_conv(&mut self.p, vx, &w, &state, &rows, vout);
+        self.b.causal_conv(&mut self.p, vx, &w, 1, &state, &rows, vout);
         self.keep("causal_conv", &out);
         self.keep("causal_conv state", &state);
 
@@ -195,7 +206,8 @@ impl<'a> Workload<'a> {
             let w = [0, 1].map(|_| self.weight(Encoding::F32, 1, n_value_heads));
             let views = [&a, &b].map(|buf| View::of(buf, n_value_heads));
             for view in [&q, &k].map(|buf| View::of(buf, n_key_heads * d_key)) {
-                self.b.l2_norm(&mut self.p, view, [n_key_heads, d_key], 1e-6, 1.0, N);
+                let l2 = Norm::l2([n_key_heads, d_key], 1e-6, 1.0);
+                self.b.norm(&mut self.p, view, &l2, N, view);
             }
             self.b.delta_gate(&mut self.p, views[0], views[1], [&w[0], &w[1]], N);
             self.keep("delta_gate decay", &a);
@@ -225,10 +237,9 @@ impl<'a> Workload<'a> {
         let (d, d_expert, experts, top_k) = (192, 128, 11, 3);
         let logits = self.buf(N * experts);
         let scratch = [0, 1].map(|_| self.empty(N * top_k, BufType::F32));
-        let router = Router::Softmax { renormalise: true };
-        let shape = [experts, top_k];
+        let router = Router::softmax([experts, top_k], true);
         let view = View::of(&logits, experts);
-        let routed = self.b.route(&mut self.p, view, shape, router, N, [&scratch[0], &scratch[1]]);
+        let routed = self.b.route(&mut self.p, view, &router, N, [&scratch[0], &scratch[1]]);
         self.keep("route ids", &scratch[0]);
         self.keep("route weights", &scratch[1]);
 
@@ -239,8 +250,12 @@ impl<'a> Workload<'a> {
             layout
         };
         let gate = piece(gate, d_expert, d);
-        let layout =
-            ExpertLayout { gate, up: piece(up, d_expert, d), down: piece(down, d, d_expert) };
+        let layout = ExpertLayout {
+            glu: Glu::Silu,
+            gate,
+            up: piece(up, d_expert, d),
+            down: piece(down, d, d_expert),
+        };
         let slot_bytes = layout.record_bytes().next_multiple_of(4096);
         let slab = self.b.alloc_slab(slot_bytes, experts as u32);
         for slot in 0..experts as u32 {
@@ -272,6 +287,153 @@ impl<'a> Workload<'a> {
         let shared = Shared { x: View::of(&shared, d), gate: Some(View::of(&gate, 1)) };
         self.b.moe_join(&mut self.p, routed, parts, Some(shared), d, View::of(x, d));
         self.keep("moe_join", x);
+    }
+}
+
+impl Workload<'_> {
+    /// What other families take of verbs above.
+    fn functions(&mut self) {
+        let clamped = Glu::Clamped { alpha: 1.7, limit: 0.9 };
+        for (width, n) in [(70, N), (20_011, 1)] {
+            let (x, y) = (self.buf(n * width), self.buf(n * width));
+            let (vx, vy) = (View::of(&x, width), View::of(&y, width));
+            for f in [Glu::GeluTanh, clamped] {
+                self.b.glu(&mut self.p, f, vx, vy, width, n, vy);
+                self.keep(format!("glu {f:?}"), &y);
+            }
+            for f in [Unary::Scale(1.3), Unary::Silu(0.7), Unary::Softcap(0.4)] {
+                self.b.activate(&mut self.p, f, vx, width, n);
+                self.keep(format!("activate {f:?}"), &x);
+            }
+        }
+        let (heads, d) = (5, 52);
+        let x = self.buf(N * heads * d);
+        let [w, bias] = [0, 1].map(|_| self.weight(Encoding::Bf16, 1, heads * d));
+        let view = View::of(&x, heads * d);
+        let layer = Norm { heads, ..Norm::layer(&w, &bias, d, 1e-5) };
+        self.b.norm(&mut self.p, view, &layer, N, view);
+        self.b.norm(&mut self.p, view, &Norm::rms(None, [heads, d], 1e-5), N, view);
+        self.keep("layer norm", &x);
+        let (channels, taps) = (1003, 3);
+        let (x, out) = (self.buf(N * channels), self.empty(N * channels, BufType::F32));
+        let w = self.weight(Encoding::F32, channels, taps);
+        let state = self.buf(3 * 3 * (taps - 1) * channels);
+        let (vx, vout) = (View::of(&x, channels), View::of(&out, channels));
+        self.b.causal_conv(&mut self.p, vx, &w, 3, &state, &rows(), vout);
+        self.keep("causal_conv dilated", &out);
+        self.keep("causal_conv dilated state", &state);
+    }
+
+    fn streams(&mut self) {
+        for (n, streams, d) in [(N, 4, 131), (1, 4, 5003)] {
+            let (x, y) = (self.buf(n * streams * d), self.buf(n * streams * d));
+            let (one, inject) = (self.buf(n * d), self.buf(n * streams));
+            let (vx, vy) = (View::of(&x, streams * d), View::of(&y, streams * d));
+            let (v1, shape) = (View::of(&one, d), [streams, d]);
+            let inject = Some(View::of(&inject, streams));
+            self.b.stream_join(&mut self.p, vx, v1, inject, shape, n);
+            self.keep("stream_join", &x);
+            self.b.stream_mix(&mut self.p, vx, vy, shape, n, v1);
+            self.keep("stream_mix", &one);
+            let out = self.empty(n * streams * d, BufType::F32);
+            self.b.row_gate(&mut self.p, vx, vy, v1, shape, n, View::of(&out, streams * d));
+            self.keep("row_gate", &out);
+        }
+    }
+
+    fn heads(&mut self) {
+        for encoding in Encoding::ALL {
+            for (heads, rows, d_in, n) in [(3, 40, 128, N), (2, 77, 192, 1), (17, 24, 64, 3)] {
+                let w = self.weight(encoding, heads * (rows + 9), d_in);
+                for transposed in [false, true] {
+                    let (x_head, out_head) =
+                        if transposed { (rows, d_in) } else { (d_in, rows + 1) };
+                    let (stride, first) = (rows + 9, 4);
+                    let of = HeadRows { heads, stride, first, rows, x_head, out_head, transposed };
+                    let x = self.buf(n * heads * x_head);
+                    let out = self.empty(n * heads * out_head, BufType::F32);
+                    let (vx, vout) =
+                        (View::of(&x, heads * x_head), View::of(&out, heads * out_head));
+                    self.b.linear_heads(&mut self.p, vx, &w, &of, n, vout);
+                    self.keep(format!("linear_heads {encoding} {of:?} n {n}"), &out);
+                }
+            }
+        }
+    }
+
+    /// Attention over what an indexer chose, with window, sinks, and values within keys.
+    fn selections(&mut self) {
+        let rows = rows();
+        let (heads, d, d_value) = (19, 48, 36);
+        for (ty, ratio) in [(BufType::F32, 1), (BufType::F16, 3), (BufType::Bf16, 4)] {
+            let (q, k) = (self.buf(N * heads * d), self.buf(N * d));
+            let weights = self.buf(N * heads);
+            let top = 5;
+            let ids = self.empty(N * (1 + top), BufType::F32);
+            let cache = self.empty(6 * PAGE_TOKENS * d, ty);
+            let values = self.random(6 * PAGE_TOKENS * d);
+            self.b.write(&mut self.p, &cache, 0, &values);
+            let (norm, inv_freq) =
+                (self.weight(Encoding::F32, 1, d), self.weight(Encoding::F32, 1, 11));
+            let pool =
+                Pool { ratio, norm: &norm, eps: 1e-6, inv_freq: &inv_freq, rotary_scale: 1.1 };
+            let args = IndexSelect {
+                q: View::of(&q, heads * d),
+                k: View::of(&k, d),
+                k_cache: &cache,
+                weights: Some(View::of(&weights, heads)),
+                n_heads: heads,
+                d,
+                scale: 0.3,
+                sum_scale: 0.7,
+                pool: (ratio > 1).then_some(pool),
+                top,
+                ids: &ids,
+            };
+            let selection = self.b.index_select(&mut self.p, &args, &rows);
+            self.keep("index_select ids", &ids);
+            let sinks = self.weight(Encoding::F32, 1, heads);
+            let out = self.empty(N * heads * d_value, BufType::F32);
+            let args = Attention {
+                q: View::of(&q, heads * d),
+                k: None,
+                v: None,
+                k_cache: &cache,
+                v_cache: None,
+                n_heads: heads,
+                n_kv_heads: 1,
+                d_key: d,
+                d_value,
+                scale: 0.2,
+                window: Some(37),
+                sinks: Some(&sinks),
+                selection: Some(&selection),
+            };
+            self.b.attention(&mut self.p, &args, &rows, View::of(&out, heads * d_value));
+            self.keep(format!("attention {ty:?} selected"), &out);
+        }
+    }
+
+    fn routers(&mut self) {
+        let (n_experts, top_k) = (120, 6);
+        let logits = self.buf(N * n_experts);
+        let [bias, own] = [0, 1].map(|_| self.weight(Encoding::F32, 1, n_experts));
+        for scores in [Scores::Softmax, Scores::Sigmoid, Scores::SoftmaxOfChosen] {
+            let router = Router {
+                scores,
+                choice_bias: Some(&bias),
+                groups: Some(Groups { count: 8, kept: 3 }),
+                renormalise: Some(1e-6),
+                factor: 2.5,
+                expert_factor: Some(&own),
+                ..Router::softmax([n_experts, top_k], false)
+            };
+            let scratch = [0, 1].map(|_| self.empty(N * top_k, BufType::F32));
+            let view = View::of(&logits, n_experts);
+            self.b.route(&mut self.p, view, &router, N, [&scratch[0], &scratch[1]]);
+            self.keep("route ids", &scratch[0]);
+            self.keep(format!("route {scores:?} weights"), &scratch[1]);
+        }
     }
 }
 

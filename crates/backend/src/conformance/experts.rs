@@ -33,6 +33,12 @@ pub(super) fn cases<B: Backend>(suite: &mut Suite<'_, B>) {
         }
     }
     suite.check(&Ffn::new([Q4G32, Q4G32, Q8], [64, 32], 100, 3));
+    let clamped = Glu::Clamped { alpha: 1.702, limit: 0.7 };
+    for glu in [Glu::Sigmoid, Glu::GeluTanh, clamped] {
+        for encodings in [[F32, F32, F32], [Q8, Q4G32, Q8]] {
+            suite.check(&Ffn::new(encodings, [64, 96], 7, 3).with(glu));
+        }
+    }
     slots_are_aligned(suite);
     pins_leave_with_their_submission(suite);
     pins_leave_with_a_dropped_pass(suite);
@@ -115,6 +121,13 @@ impl Ffn {
         }
         let records = Arc::new(Records { layout, shifted });
         Self { layout, n, top_k, choices, x, records, name }
+    }
+
+    /// The same with another nonlinearity.
+    fn with(mut self, glu: Glu) -> Self {
+        self.layout.glu = glu;
+        self.name += &format!(" {glu:?}");
+        self
     }
 
     fn d_model(&self) -> usize {

@@ -24,12 +24,15 @@ mod case;
 mod data;
 mod dense;
 mod experts;
+mod heads;
+mod index;
 mod norms;
 mod recurrent;
 mod report;
 mod rotary;
 mod routing;
 mod state;
+mod streams;
 mod timeline;
 
 pub use report::{Bound, Failure, Report, Tolerance};
@@ -45,7 +48,7 @@ pub const LIMITS: Limits = Limits {
     d_model: 512,
     n_experts: 512,
     context_tokens: 32_768,
-    n_heads: 16,
+    n_heads: 64,
     d_head: 128,
     d_index: 128,
     index_ratio: 1,
@@ -53,7 +56,9 @@ pub const LIMITS: Limits = Limits {
 
 /// Every group. A few seconds in release.
 pub fn run<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
-    let groups = [state, dense, norms, rotary, attention, recurrent, routing, experts];
+    let groups = [
+        state, dense, heads, streams, norms, rotary, attention, index, recurrent, routing, experts,
+    ];
     let mut report = Report::default();
     for group in groups {
         report.append(group(b, tolerance));
@@ -71,6 +76,16 @@ pub fn dense<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
     case::group(b, tolerance, dense::cases)
 }
 
+/// `linear_heads`, `copy_heads`.
+pub fn heads<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
+    case::group(b, tolerance, heads::cases)
+}
+
+/// `activate`, `stream_mix`, `stream_join`, `row_gate`.
+pub fn streams<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
+    case::group(b, tolerance, streams::cases)
+}
+
 /// `norm`.
 pub fn norms<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
     case::group(b, tolerance, norms::cases)
@@ -84,6 +99,11 @@ pub fn rotary<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
 /// `attention`, with the state verbs on its caches.
 pub fn attention<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
     case::group(b, tolerance, attention::cases)
+}
+
+/// `index_select`.
+pub fn index<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
+    case::group(b, tolerance, index::cases)
 }
 
 /// `causal_conv`, `delta_gate`, `delta_step`.

@@ -12,8 +12,11 @@ const LENGTHS: [usize; 5] = [7, 33, 1, 2, 12];
 pub(super) fn cases<B: Backend>(suite: &mut Suite<'_, B>) {
     for (taps, channels) in [(2, 1), (3, 5), (4, 16), (4, 37), (2, 64), (4, 130)] {
         for encoding in [Encoding::F32, Encoding::Bf16] {
-            suite.check(&Conv::new(encoding, taps, channels));
+            suite.check(&Conv::new(encoding, taps, channels, 1));
         }
+    }
+    for (taps, channels, dilation) in [(2, 16, 2), (3, 37, 3), (4, 5, 3)] {
+        suite.check(&Conv::new(Encoding::F32, taps, channels, dilation));
     }
     for (n, heads) in [(1, 1), (2, 7), (7, 16), (33, 37)] {
         suite.check(&DeltaGate::new(n, heads));
@@ -59,20 +62,25 @@ impl States {
 struct Conv {
     timeline: Timeline,
     w: Weights,
+    dilation: usize,
     x: Vec<f32>,
     states: States,
     name: String,
 }
 
 impl Conv {
-    fn new(encoding: Encoding, taps: usize, channels: usize) -> Self {
-        let name = format!("causal_conv {encoding} [{channels}, {taps}]");
+    fn new(encoding: Encoding, taps: usize, channels: usize, dilation: usize) -> Self {
+        let mut name = format!("causal_conv {encoding} [{channels}, {taps}]");
+        if dilation > 1 {
+            name += &format!(" dilation {dilation}");
+        }
         let mut rng = Rng::named(&name);
         let timeline = Timeline::new(&LENGTHS);
         let w = Weights::random(&mut rng, encoding, channels, taps);
         let x = rng.normals(timeline.tokens() * channels, 1.5);
-        let states = States::random(&mut rng, LENGTHS.len(), (taps - 1) * channels, 1.5);
-        Self { timeline, w, x, states, name }
+        let kept = dilation * (taps - 1);
+        let states = States::random(&mut rng, LENGTHS.len(), kept * channels, 1.5);
+        Self { timeline, w, dilation, x, states, name }
     }
 }
 
@@ -93,7 +101,8 @@ impl Case for Conv {
             let rows = self.timeline.rows(&step);
             let x = bench.input(&self.timeline.gather(&step, &self.x, channels), channels, way);
             let out = bench.output(rows.len(), channels, way);
-            bench.b.causal_conv(&mut bench.pass, x.view(), &w, 1, &state, &rows, out.view());
+            let (b, p, dilation) = (bench.b, &mut bench.pass, self.dilation);
+            b.causal_conv(p, x.view(), &w, dilation, &state, &rows, out.view());
             self.timeline.scatter(&step, &bench.finish(&out), channels, &mut all);
         }
         // The state is a copy of inputs: nothing may round it.

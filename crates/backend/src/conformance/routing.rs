@@ -1,11 +1,12 @@
 //! `route`, `moe_join`.
 
 use super::case::{Bench, Case, Suite, Way, logits_for};
-use super::data::Rng;
+use super::data::{Rng, Weights};
 use super::report::{Part, same};
 use super::timeline::Timeline;
 use crate::fetch::Routes;
-use crate::verbs::{Backend, BufType, Pass, Router, Shared};
+use crate::verbs::{Backend, BufType, Groups, Pass, Router, Scores, Shared};
+use snowmelt_weights::Encoding;
 
 pub(super) fn cases<B: Backend>(suite: &mut Suite<'_, B>) {
     let shapes = [(4, 1), (5, 5), (8, 3), (60, 4), (128, 8), (512, 10)];
@@ -16,6 +17,12 @@ pub(super) fn cases<B: Backend>(suite: &mut Suite<'_, B>) {
         }
         suite.check(&Route::new((9, 4), 7, renormalise, Kind::Ties));
         suite.check(&Route::new((40, 5), 7, renormalise, Kind::NotANumber));
+    }
+    for (i, options) in Options::all().into_iter().enumerate() {
+        for kind in [Kind::Distinct, Kind::Ties, Kind::NotANumber] {
+            let shapes = [(8, 3), (60, 4), (120, 8), (512, 10)];
+            suite.check(&Route::with(shapes[i % 4], [7, 33][i % 2], kind, options));
+        }
     }
     for (n, top_k, d) in [(1, 1, 1), (2, 3, 5), (7, 4, 16), (33, 10, 37), (3, 8, 512)] {
         for shared in [Company::Nobody, Company::Plain, Company::Gated] {
@@ -36,23 +43,91 @@ enum Kind {
     NotANumber,
 }
 
+/// A router but for its shape.
+#[derive(Clone, Copy, Debug)]
+struct Options {
+    scores: Scores,
+    bias: bool,
+    groups: Option<Groups>,
+    renormalise: Option<f32>,
+    factor: f32,
+    own: bool,
+}
+
+impl Options {
+    const SOFTMAX: Self = Self {
+        scores: Scores::Softmax,
+        bias: false,
+        groups: None,
+        renormalise: None,
+        factor: 1.0,
+        own: false,
+    };
+
+    /// Everything beside the plain softmax.
+    fn all() -> Vec<Self> {
+        let groups = |count, kept| Some(Groups { count, kept });
+        let sigmoid = Self { scores: Scores::Sigmoid, ..Self::SOFTMAX };
+        let chosen = Self { scores: Scores::SoftmaxOfChosen, ..Self::SOFTMAX };
+        let renormalise = Some(1e-3);
+        vec![
+            sigmoid,
+            Self { bias: true, renormalise, factor: 2.5, ..sigmoid },
+            Self { bias: true, groups: groups(4, 2), renormalise, factor: 2.5, ..sigmoid },
+            Self { groups: groups(8, 3), ..sigmoid },
+            Self { groups: groups(2, 1), own: true, ..Self::SOFTMAX },
+            Self { bias: true, factor: 16.0, ..Self::SOFTMAX },
+            Self { groups: groups(4, 4), ..Self::SOFTMAX },
+            // Groups of one expert, and one group of all.
+            Self { groups: groups(512, 11), ..sigmoid },
+            Self { groups: groups(1, 1), ..sigmoid },
+            chosen,
+            Self { groups: groups(4, 3), own: true, factor: 0.5, ..chosen },
+            Self { bias: true, renormalise, ..chosen },
+        ]
+    }
+}
+
 struct Route {
     shape: [usize; 2],
     n: usize,
-    renormalise: bool,
+    options: Options,
     kind: Kind,
     logits: Vec<f32>,
+    bias: Weights,
+    own: Weights,
     name: String,
 }
 
 impl Route {
-    fn new((n_experts, top_k): (usize, usize), n: usize, renormalise: bool, kind: Kind) -> Self {
+    fn new(shape: (usize, usize), n: usize, renormalise: bool, kind: Kind) -> Self {
+        let (n_experts, top_k) = shape;
         let name = format!("route {top_k} of {n_experts} n {n} {kind:?} renormalise {renormalise}");
+        let renormalise = renormalise.then_some(0.0);
+        Self::named(name, shape, n, kind, Options { renormalise, ..Options::SOFTMAX })
+    }
+
+    fn with(shape: (usize, usize), n: usize, kind: Kind, options: Options) -> Self {
+        let name = format!("route {} of {} n {n} {kind:?} {options:?}", shape.1, shape.0);
+        Self::named(name, shape, n, kind, options)
+    }
+
+    fn named(
+        name: String,
+        (n_experts, top_k): (usize, usize),
+        n: usize,
+        kind: Kind,
+        options: Options,
+    ) -> Self {
         let mut rng = Rng::named(&name);
         let mut logits = Vec::new();
         for _ in 0..n {
             let order = rng.permutation(n_experts);
-            let step = if kind == Kind::Ties { 1.0 } else { 8.0 / n_experts as f32 };
+            // Not so far that the greatest sigmoids are all 1.
+            let step = match kind {
+                Kind::Ties => 24.0 / n_experts.max(24) as f32,
+                _ => 8.0 / n_experts as f32,
+            };
             let of = |rank: usize| if kind == Kind::Ties { rank / 3 } else { rank };
             logits.extend(order.into_iter().map(|rank| of(rank) as f32 * step - 3.0));
         }
@@ -60,7 +135,15 @@ impl Route {
             logits[n_experts..2 * n_experts].fill(f32::NAN);
             logits[2 * n_experts + 3] = f32::NAN;
         }
-        Self { shape: [n_experts, top_k], n, renormalise, kind, logits, name }
+        // With ties, a bias that makes more of them.
+        let bias: Vec<f32> = match kind {
+            Kind::Ties => (0..n_experts).map(|e| (e % 2) as f32 * 8.0).collect(),
+            _ => rng.uniforms(n_experts, -0.5, 0.5),
+        };
+        let own = rng.uniforms(n_experts, 0.5, 2.0);
+        let vector = |values: &[f32]| Weights::encode(Encoding::F32, values, n_experts);
+        let (bias, own) = (vector(&bias), vector(&own));
+        Self { shape: [n_experts, top_k], n, options, kind, logits, bias, own, name }
     }
 
     /// Whether nothing is known of a row but that its experts exist and differ.
@@ -91,7 +174,18 @@ impl Case for Route {
     fn run<B: Backend>(&self, bench: &mut Bench<'_, B>, way: Way) -> Vec<Part> {
         let [n_experts, top_k] = self.shape;
         let timeline = Timeline::new(&[self.n]);
-        let router = Router::softmax(self.shape, self.renormalise);
+        let (bias, own) = (bench.weight(&self.bias), bench.weight(&self.own));
+        let Options { scores, groups, renormalise, factor, .. } = self.options;
+        let router = Router {
+            n_experts,
+            top_k,
+            scores,
+            choice_bias: self.options.bias.then_some(&bias),
+            groups,
+            renormalise,
+            factor,
+            expert_factor: self.options.own.then_some(&own),
+        };
         let mut ids = vec![f32::NAN; self.n * top_k];
         let mut weights = ids.clone();
         for step in timeline.steps(way) {

@@ -5,6 +5,7 @@ use crate::rows::{PAGE_TOKENS, Rows};
 use std::ops::Range;
 
 /// Sequences of tokens. Data of a case lies by sequence, then by position: `[tokens, width]`.
+#[derive(Clone)]
 pub(super) struct Timeline {
     lengths: Vec<usize>,
     /// Position of every sequence's first token.
@@ -35,6 +36,11 @@ impl Timeline {
 
     pub(super) fn tokens(&self) -> usize {
         self.lengths.iter().sum()
+    }
+
+    /// All tokens in one step, by their numbers.
+    pub(super) fn whole(&self) -> Step {
+        self.lengths.iter().enumerate().map(|(s, length)| (s, 0..*length)).collect()
     }
 
     /// Pages of all sequences, with some to spare.

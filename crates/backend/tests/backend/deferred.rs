@@ -3,8 +3,9 @@
 
 use snowmelt_backend::reference::{Eager, HostSlab, Reference};
 use snowmelt_backend::{
-    Attention, Backend, BufType, DeltaStep, Experts, Gate, HostRecords, Limits, MoeFfn, Pairing,
-    Pass, Ready, Routed, Router, Routes, Rows, Shared, Slab, StepError, View,
+    Attention, Backend, BufType, DeltaStep, Experts, Glu, HeadRows, HostRecords, IndexSelect,
+    Limits, MoeFfn, Norm, Pairing, Pass, Pool, Ready, Routed, Router, Routes, Rows, Selection,
+    Shared, Slab, StepError, Unary, View,
 };
 use snowmelt_weights::Encoding;
 use std::ops::Range;
@@ -235,31 +236,24 @@ impl Backend for Deferred {
         p.op(move |e| Reference.embed(e, &table, &rows, out.view()));
     }
 
-    fn rms_norm(
+    fn norm(
         &self,
         p: &mut Recorder,
         x: View<'_, Buf>,
-        w: &Weight,
-        heads: usize,
-        eps: f32,
+        norm: &Norm<'_, Weight, Buf>,
         n: usize,
         out: View<'_, Buf>,
     ) {
-        let (x, w, out) = (Held::of(x), Arc::clone(w), Held::of(out));
-        p.op(move |e| Reference.rms_norm(e, x.view(), &w, heads, eps, n, out.view()));
-    }
-
-    fn l2_norm(
-        &self,
-        p: &mut Recorder,
-        x: View<'_, Buf>,
-        shape: [usize; 2],
-        eps: f32,
-        factor: f32,
-        n: usize,
-    ) {
-        let x = Held::of(x);
-        p.op(move |e| Reference.l2_norm(e, x.view(), shape, eps, factor, n));
+        let &Norm { spread, heads, d, eps, factor, .. } = norm;
+        let [w, bias] = [norm.w, norm.bias].map(Option::<&Weight>::cloned);
+        let gate = norm.gate.map(|(z, f)| (Held::of(z), f));
+        let (x, out) = (Held::of(x), Held::of(out));
+        p.op(move |e| {
+            let (w, bias) = (w.as_deref(), bias.as_deref());
+            let gate = gate.as_ref().map(|(z, f)| (z.view(), *f));
+            let norm = Norm { spread, w, bias, gate, heads, d, eps, factor };
+            Reference.norm(e, x.view(), &norm, n, out.view());
+        });
     }
 
     fn linear(&self, p: &mut Recorder, x: View<'_, Buf>, w: &Weight, n: usize, out: View<'_, Buf>) {
@@ -272,9 +266,35 @@ impl Backend for Deferred {
         p.op(move |e| Reference.add(e, x.view(), y.view(), width, n));
     }
 
-    fn swiglu(
+    fn linear_heads(
         &self,
         p: &mut Recorder,
+        x: View<'_, Buf>,
+        w: &Weight,
+        heads: &HeadRows,
+        n: usize,
+        out: View<'_, Buf>,
+    ) {
+        let (x, w, heads, out) = (Held::of(x), Arc::clone(w), *heads, Held::of(out));
+        p.op(move |e| Reference.linear_heads(e, x.view(), &w, &heads, n, out.view()));
+    }
+
+    fn copy_heads(
+        &self,
+        p: &mut Recorder,
+        x: View<'_, Buf>,
+        shape: [usize; 4],
+        n: usize,
+        out: View<'_, Buf>,
+    ) {
+        let (x, out) = (Held::of(x), Held::of(out));
+        p.op(move |e| Reference.copy_heads(e, x.view(), shape, n, out.view()));
+    }
+
+    fn glu(
+        &self,
+        p: &mut Recorder,
+        f: Glu,
         gate: View<'_, Buf>,
         up: View<'_, Buf>,
         width: usize,
@@ -282,19 +302,58 @@ impl Backend for Deferred {
         out: View<'_, Buf>,
     ) {
         let (gate, up, out) = (Held::of(gate), Held::of(up), Held::of(out));
-        p.op(move |e| Reference.swiglu(e, gate.view(), up.view(), width, n, out.view()));
+        p.op(move |e| Reference.glu(e, f, gate.view(), up.view(), width, n, out.view()));
     }
 
-    fn sigmoid_gate(
+    fn activate(&self, p: &mut Recorder, f: Unary, x: View<'_, Buf>, width: usize, n: usize) {
+        let x = Held::of(x);
+        p.op(move |e| Reference.activate(e, f, x.view(), width, n));
+    }
+
+    fn stream_mix(
         &self,
         p: &mut Recorder,
         x: View<'_, Buf>,
-        z: View<'_, Buf>,
-        width: usize,
+        gate: View<'_, Buf>,
+        shape: [usize; 2],
+        n: usize,
+        out: View<'_, Buf>,
+    ) {
+        let [x, gate, out] = [x, gate, out].map(Held::of);
+        p.op(move |e| Reference.stream_mix(e, x.view(), gate.view(), shape, n, out.view()));
+    }
+
+    fn stream_join(
+        &self,
+        p: &mut Recorder,
+        x: View<'_, Buf>,
+        y: View<'_, Buf>,
+        inject: Option<View<'_, Buf>>,
+        shape: [usize; 2],
         n: usize,
     ) {
-        let (x, z) = (Held::of(x), Held::of(z));
-        p.op(move |e| Reference.sigmoid_gate(e, x.view(), z.view(), width, n));
+        let (x, y, inject) = (Held::of(x), Held::of(y), inject.map(Held::of));
+        p.op(move |e| {
+            let inject = inject.as_ref().map(Held::view);
+            Reference.stream_join(e, x.view(), y.view(), inject, shape, n);
+        });
+    }
+
+    fn row_gate(
+        &self,
+        p: &mut Recorder,
+        key: View<'_, Buf>,
+        query: View<'_, Buf>,
+        value: View<'_, Buf>,
+        shape: [usize; 2],
+        n: usize,
+        out: View<'_, Buf>,
+    ) {
+        let [key, query, value, out] = [key, query, value, out].map(Held::of);
+        p.op(move |e| {
+            let (key, query, value) = (key.view(), query.view(), value.view());
+            Reference.row_gate(e, key, query, value, shape, n, out.view());
+        });
     }
 
     fn rotary_table(
@@ -325,18 +384,72 @@ impl Backend for Deferred {
     fn attention(
         &self,
         p: &mut Recorder,
-        args: &Attention<'_, Buf>,
+        args: &Attention<'_, Weight, Buf>,
         rows: &Rows,
         out: View<'_, Buf>,
     ) {
-        let &Attention { q, k, v, n_heads, n_kv_heads, d_head, scale, .. } = args;
-        let [q, k, v, out] = [q, k, v, out].map(Held::of);
-        let (rows, k_cache, v_cache) = (rows.clone(), args.k_cache.clone(), args.v_cache.clone());
+        let &Attention { n_heads, n_kv_heads, d_key, d_value, scale, window, .. } = args;
+        let [q, out] = [args.q, out].map(Held::of);
+        let [k, v] = [args.k, args.v].map(|view| view.map(Held::of));
+        let (rows, k_cache, v_cache) = (rows.clone(), args.k_cache.clone(), args.v_cache.cloned());
+        let (sinks, selection) = (args.sinks.cloned(), args.selection.cloned());
         p.op(move |e| {
-            let (q, k, v, k_cache, v_cache) = (q.view(), k.view(), v.view(), &k_cache, &v_cache);
-            let args = Attention { q, k, v, k_cache, v_cache, n_heads, n_kv_heads, d_head, scale };
+            let args = Attention {
+                q: q.view(),
+                k: k.as_ref().map(Held::view),
+                v: v.as_ref().map(Held::view),
+                k_cache: &k_cache,
+                v_cache: v_cache.as_ref(),
+                n_heads,
+                n_kv_heads,
+                d_key,
+                d_value,
+                scale,
+                window,
+                sinks: sinks.as_deref(),
+                selection: selection.as_ref(),
+            };
             Reference.attention(e, &args, &rows, out.view());
         });
+    }
+
+    fn index_select(
+        &self,
+        p: &mut Recorder,
+        args: &IndexSelect<'_, Weight, Buf>,
+        rows: &Rows,
+    ) -> Selection<Buf> {
+        let &IndexSelect { n_heads, d, scale, sum_scale, top, .. } = args;
+        let [q, k] = [args.q, args.k].map(Held::of);
+        let (weights, rows) = (args.weights.map(Held::of), rows.clone());
+        let (k_cache, ids) = (args.k_cache.clone(), args.ids.clone());
+        let pool = args.pool.as_ref().map(|pool| {
+            let weights = [pool.norm, pool.inv_freq].map(Arc::clone);
+            (pool.ratio, pool.eps, pool.rotary_scale, weights)
+        });
+        let ratio = args.pool.as_ref().map_or(1, |pool| pool.ratio);
+        let selection = Selection { ids: args.ids.clone(), top, ratio };
+        p.op(move |e| {
+            let pool = pool.as_ref().map(|(ratio, eps, rotary_scale, [norm, inv_freq])| {
+                let (ratio, eps, rotary_scale) = (*ratio, *eps, *rotary_scale);
+                Pool { ratio, norm: &**norm, eps, inv_freq: &**inv_freq, rotary_scale }
+            });
+            let args = IndexSelect {
+                q: q.view(),
+                k: k.view(),
+                k_cache: &k_cache,
+                weights: weights.as_ref().map(Held::view),
+                n_heads,
+                d,
+                scale,
+                sum_scale,
+                pool,
+                top,
+                ids: &ids,
+            };
+            Reference.index_select(e, &args, &rows);
+        });
+        selection
     }
 
     fn causal_conv(
@@ -344,13 +457,16 @@ impl Backend for Deferred {
         p: &mut Recorder,
         x: View<'_, Buf>,
         w: &Weight,
+        dilation: usize,
         state: &Buf,
         rows: &Rows,
         out: View<'_, Buf>,
     ) {
         let (x, w, out) = (Held::of(x), Arc::clone(w), Held::of(out));
         let (state, rows) = (state.clone(), rows.clone());
-        p.op(move |e| Reference.causal_conv(e, x.view(), &w, &state, &rows, out.view()));
+        p.op(move |e| {
+            Reference.causal_conv(e, x.view(), &w, dilation, &state, &rows, out.view());
+        });
     }
 
     fn delta_gate(
@@ -393,35 +509,32 @@ impl Backend for Deferred {
         });
     }
 
-    fn gated_norm(
-        &self,
-        p: &mut Recorder,
-        x: View<'_, Buf>,
-        z: View<'_, Buf>,
-        w: &Weight,
-        heads: usize,
-        eps: f32,
-        gate: Gate,
-        n: usize,
-    ) {
-        let (x, z, w) = (Held::of(x), Held::of(z), Arc::clone(w));
-        p.op(move |e| Reference.gated_norm(e, x.view(), z.view(), &w, heads, eps, gate, n));
-    }
-
     fn route(
         &self,
         p: &mut Recorder,
         logits: View<'_, Buf>,
-        shape: [usize; 2],
-        router: Router,
+        router: &Router<'_, Weight>,
         n: usize,
         scratch: [&Buf; 2],
     ) -> Routed<Buf> {
         let (logits, [ids, weights]) = (Held::of(logits), scratch.map(Buf::clone));
-        let routed = Routed { ids, weights, n, top_k: shape[1] };
+        let &Router { n_experts, top_k, scores, groups, renormalise, factor, .. } = router;
+        let [bias, own] = [router.choice_bias, router.expert_factor].map(Option::<&Weight>::cloned);
+        let routed = Routed { ids, weights, n, top_k };
         let Routed { ids, weights, .. } = routed.clone();
         p.op(move |e| {
-            Reference.route(e, logits.view(), shape, router, n, [&ids, &weights]);
+            let (choice_bias, expert_factor) = (bias.as_deref(), own.as_deref());
+            let router = Router {
+                n_experts,
+                top_k,
+                scores,
+                choice_bias,
+                groups,
+                renormalise,
+                factor,
+                expert_factor,
+            };
+            Reference.route(e, logits.view(), &router, n, [&ids, &weights]);
         });
         routed
     }

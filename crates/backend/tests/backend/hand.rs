@@ -2,8 +2,9 @@
 
 use snowmelt_backend::reference::{Eager, Reference};
 use snowmelt_backend::{
-    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Gate, MatrixLayout, MoeFfn,
-    Pairing, Pass, Ready, Routed, Router, Routes, Rows, Shared, Slab, View,
+    Attention, Backend, BufType, DeltaStep, ExpertLayout, Experts, Glu, Groups, HeadRows,
+    IndexSelect, MatrixLayout, MoeFfn, Norm, Pairing, Pass, Pool, Ready, Routed, Router, Routes,
+    Rows, Scores, Selection, Shared, Slab, Unary, View,
 };
 use snowmelt_weights::Encoding;
 use std::sync::Arc;
@@ -90,40 +91,146 @@ fn embed_takes_rows_of_the_table() {
     assert!(got[0].is_nan() && got[3].is_nan() && got[6].is_nan());
 }
 
+/// One row of `x`.
+fn norm(x: &[f32], norm: &Norm<'_, Weight, Buf>) -> Vec<f32> {
+    let (x, view) = (buf(x), x.len());
+    Reference.norm(&mut pass(), View::of(&x, view), norm, 1, View::of(&x, view));
+    get(&x, view)
+}
+
 #[test]
 fn norms() {
     // The mean of the squares is 25 / 2, then 4 / 2; their sum 25, then 4.
     let x = [3.0, 4.0, 2.0, 0.0];
-    let out = empty(4);
     let w = weight(&[1.0, 2.0], 2);
-    let view = View::of(&out, 4);
-    Reference.rms_norm(&mut pass(), View::of(&buf(&x), 4), &w, 2, 0.0, 1, view);
-    assert_near(&get(&out, 4), &[0.848_528_1, 2.262_741_7, std::f32::consts::SQRT_2, 0.0]);
+    let of = |eps| norm(&x, &Norm::rms(Some(&w), [2, 2], eps));
+    assert_near(&of(0.0), &[0.848_528_1, 2.262_741_7, std::f32::consts::SQRT_2, 0.0]);
     // 25 / 2 + 23.5 = 36
-    Reference.rms_norm(&mut pass(), View::of(&buf(&x), 4), &w, 2, 23.5, 1, view);
-    assert_near(&get(&out, 4)[..2], &[0.5, 4.0 / 3.0]);
+    assert_near(&of(23.5)[..2], &[0.5, 4.0 / 3.0]);
+    // Without a weight, and with one for each head.
+    assert_near(&norm(&x, &Norm::rms(None, [2, 2], 23.5))[..2], &[0.5, 2.0 / 3.0]);
+    let each = weight(&[1.0, 2.0, 3.0, 4.0], 4);
+    let each = norm(&[3.0, 4.0, 5.0, 0.0], &Norm::rms(Some(&each), [2, 2], 23.5));
+    assert_near(&each, &[0.5, 4.0 / 3.0, 2.5, 0.0]);
 
-    let x = buf(&[3.0, 4.0, 2.0, 0.0]);
-    Reference.l2_norm(&mut pass(), View::of(&x, 4), [2, 2], 0.0, 0.5, 1);
-    assert_near(&get(&x, 4), &[0.3, 0.4, 0.5, 0.0]);
-    let x = buf(&[3.0, 4.0]);
-    Reference.l2_norm(&mut pass(), View::of(&x, 2), [1, 2], 11.0, 1.0, 1);
-    assert_near(&get(&x, 2), &[0.5, 2.0 / 3.0]);
+    assert_near(&norm(&x, &Norm::l2([2, 2], 0.0, 0.5)), &[0.3, 0.4, 0.5, 0.0]);
+    assert_near(&norm(&x[..2], &Norm::l2([1, 2], 11.0, 1.0)), &[0.5, 2.0 / 3.0]);
+}
+
+#[test]
+fn layer_norm_takes_the_mean_away() {
+    // Mean 4; the variance is (9 + 1 + 1 + 9) / 4 = 5, and 5 + 4 is the square of 3.
+    let (w, bias) = (weight(&[3.0, 3.0, 6.0, 1.0], 4), weight(&[0.0, 1.0, 0.0, -1.0], 4));
+    let got = norm(&[1.0, 3.0, 5.0, 7.0], &Norm::layer(&w, &bias, 4, 4.0));
+    assert_near(&got, &[-3.0, 0.0, 2.0, 0.0]);
 }
 
 #[test]
 fn gated_norm_norms_first_and_gates_after() {
     let z = buf(&[0.0, 2.0]);
     let w = weight(&[1.0, 2.0], 2);
-    let gated = |gate| {
-        let x = buf(&[3.0, 4.0]);
-        let (view, z) = (View::of(&x, 2), View::of(&z, 2));
-        Reference.gated_norm(&mut pass(), view, z, &w, 1, 0.0, gate, 1);
-        get(&x, 2)
+    let gated = |f| {
+        let rms = Norm::rms(Some(&w), [1, 2], 0.0);
+        norm(&[3.0, 4.0], &rms.gated(View::of(&z, 2), f))
     };
     // sigmoid(0) = 1/2, sigmoid(2) = 0.880797
-    assert_near(&gated(Gate::Sigmoid), &[0.424_264_07, 2.262_741_7 * 0.880_797_1]);
-    assert_near(&gated(Gate::Silu), &[0.0, 2.262_741_7 * 1.761_594_2]);
+    assert_near(&gated(Glu::Sigmoid), &[0.424_264_07, 2.262_741_7 * 0.880_797_1]);
+    assert_near(&gated(Glu::Silu), &[0.0, 2.262_741_7 * 1.761_594_2]);
+}
+
+/// `f(gate) * up` of one row.
+fn glu(f: Glu, gate: &[f32], up: &[f32]) -> Vec<f32> {
+    let (gate, up, width) = (buf(gate), buf(up), gate.len());
+    let view = View::of(&up, width);
+    Reference.glu(&mut pass(), f, View::of(&gate, width), view, width, 1, view);
+    get(&up, width)
+}
+
+#[test]
+fn gates() {
+    assert_near(&glu(Glu::Silu, &[1.0, -1000.0], &[2.0, 1.0]), &[1.462_117_2, 0.0]);
+    assert_eq!(glu(Glu::Sigmoid, &[0.0, 1000.0, -1000.0], &[4.0; 3]), [2.0, 4.0, 0.0]);
+    // Published values of this form of gelu.
+    let gelu = glu(Glu::GeluTanh, &[1.0, -1.0, 0.0, 100.0, -100.0], &[1.0, 2.0, 3.0, 1.0, 1.0]);
+    assert_near(&gelu, &[0.841_192, -0.317_616, 0.0, 100.0, 0.0]);
+    // Gate 9 counts as 2, up as at most 2 to either side; sigmoid(0.5 * 2) = 0.7310586.
+    let clamped = Glu::Clamped { alpha: 0.5, limit: 2.0 };
+    let got = glu(clamped, &[9.0, 2.0, 2.0, -1000.0], &[5.0, -5.0, 0.5, 1.0]);
+    assert_near(&got, &[6.0 * 0.731_058_6, -2.0 * 0.731_058_6, 3.0 * 0.731_058_6, 0.0]);
+}
+
+#[test]
+fn functions_of_one_value() {
+    let of = |f, x: &[f32]| {
+        let (x, width) = (buf(x), x.len());
+        Reference.activate(&mut pass(), f, View::of(&x, width), width, 1);
+        get(&x, width)
+    };
+    assert_eq!(of(Unary::Scale(-0.5), &[3.0, -4.0]), [-1.5, 2.0]);
+    assert_near(&of(Unary::Silu(2.0), &[1.0, 0.0]), &[1.761_594_2, 0.0]);
+    assert_near(&of(Unary::Softcap(30.0), &[30.0, -1e9, 0.0]), &[30.0 * 0.761_594_2, -30.0, 0.0]);
+}
+
+#[test]
+fn heads_have_rows_of_their_own() {
+    // Two heads of three rows each, of which the last two are theirs.
+    let w = weight(&[9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 9.0, 9.0, 5.0, 6.0, 7.0, 8.0], 2);
+    let heads = HeadRows {
+        heads: 2,
+        stride: 3,
+        first: 1,
+        rows: 2,
+        x_head: 2,
+        out_head: 3,
+        transposed: false,
+    };
+    let product = |heads: &HeadRows| {
+        let (x, out) = (buf(&[1.0, 10.0, 1.0, -1.0]), buf(&[0.5; 5]));
+        Reference.linear_heads(&mut pass(), View::of(&x, 4), &w, heads, 1, View::of(&out, 5));
+        get(&out, 5)
+    };
+    assert_eq!(product(&heads), [21.0, 43.0, 0.5, -1.0, -1.0]);
+    // (1, 3) + 10 (2, 4) by columns: 1 * 1 + 10 * 3, 1 * 2 + 10 * 4.
+    let transposed = HeadRows { transposed: true, ..heads };
+    assert_eq!(product(&transposed), [31.0, 42.0, 0.5, -2.0, -2.0]);
+
+    let (x, out) = (buf(&[1.0, 2.0, 3.0, 4.0]), buf(&[0.0; 6]));
+    let (view, to) = (View::of(&x, 2), View::of(&out, 3));
+    Reference.copy_heads(&mut pass(), view, [2, 1, 2, 1], 2, to);
+    assert_eq!(get(&out, 6), [1.0, 0.0, 2.0, 3.0, 0.0, 4.0]);
+}
+
+#[test]
+fn streams_are_mixed_and_joined() {
+    // Gates of 0 halve, gates far from it pass or stop.
+    let (x, gate) = (buf(&[2.0, 4.0, 6.0, 8.0]), buf(&[0.0, 1000.0, 0.0, -1000.0]));
+    let (out, y) = (empty(2), buf(&[10.0, 20.0]));
+    let (vx, vy) = (View::of(&x, 4), View::of(&y, 2));
+    let to = View::of(&out, 2);
+    Reference.stream_mix(&mut pass(), vx, View::of(&gate, 4), [2, 2], 1, to);
+    assert_eq!(get(&out, 2), [2.0, 2.0]);
+
+    Reference.stream_join(&mut pass(), vx, vy, None, [2, 2], 1);
+    assert_eq!(get(&x, 4), [12.0, 24.0, 16.0, 28.0]);
+    // 2 sigmoid(0) = 1; 2 sigmoid(4 / 2) = 1.7615942.
+    let inject = buf(&[0.0, 4.0]);
+    Reference.stream_join(&mut pass(), vx, vy, Some(View::of(&inject, 2)), [2, 2], 1);
+    assert_near(&get(&x, 4), &[22.0, 44.0, 33.615_94, 63.231_884]);
+}
+
+#[test]
+fn looked_up_rows_are_gated_by_a_signed_root() {
+    // Scores 8 / 2 = 4, -4, 0 and 1e-8: sigmoid(2), sigmoid(-2), sigmoid(0), sigmoid(0.001).
+    let key = [[2.0; 4], [-2.0; 4], [0.0; 4], [1e-8, 0.0, 0.0, 0.0]].concat();
+    let query = [[1.0; 4], [1.0; 4], [1.0; 4], [2.0; 4]].concat();
+    let (key, query, value, out) = (buf(&key), buf(&query), buf(&[1.0, 2.0, 3.0, 4.0]), empty(16));
+    let (vk, vq, vv) = (View::of(&key, 16), View::of(&query, 16), View::of(&value, 4));
+    Reference.row_gate(&mut pass(), vk, vq, vv, [4, 4], 1, View::of(&out, 16));
+    let expected: Vec<f32> = [0.880_797_1, 0.119_202_92, 0.5, 0.500_25]
+        .into_iter()
+        .flat_map(|factor: f32| [1.0, 2.0, 3.0, 4.0].map(|value| factor * value))
+        .collect();
+    assert_near(&get(&out, 16), &expected);
 }
 
 #[test]
@@ -137,15 +244,6 @@ fn rows_of_numbers() {
     let (x, y) = (buf(&[1.0, 2.0, 3.0]), buf(&[10.0, 20.0, 30.0]));
     Reference.add(&mut pass(), View::of(&x, 1), View::of(&y, 1).column(1), 1, 2);
     assert_eq!(get(&x, 3), [21.0, 32.0, 3.0]);
-
-    let (gate, up) = (buf(&[1.0, -1000.0]), buf(&[2.0, 1.0]));
-    let view = View::of(&up, 2);
-    Reference.swiglu(&mut pass(), View::of(&gate, 2), view, 2, 1, view);
-    assert_near(&get(&up, 2), &[1.462_117_2, 0.0]);
-
-    let (x, z) = (buf(&[4.0, 4.0, 4.0]), buf(&[0.0, 1000.0, -1000.0]));
-    Reference.sigmoid_gate(&mut pass(), View::of(&x, 3), View::of(&z, 3), 3, 1);
-    assert_eq!(get(&x, 3), [2.0, 4.0, 0.0]);
 
     let (x, out) = (buf(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]), empty(2));
     let rows = rows(0, 0, &[0; 6]);
@@ -196,14 +294,18 @@ fn attend(qkv: [&[f32]; 3], heads: [usize; 3], scale: f32, ty: BufType) -> Vec<f
     let bufs = qkv.map(buf);
     let args = Attention {
         q: View::of(&bufs[0], n_heads * d_head),
-        k: View::of(&bufs[1], n_kv_heads * d_head),
-        v: View::of(&bufs[2], n_kv_heads * d_head),
+        k: Some(View::of(&bufs[1], n_kv_heads * d_head)),
+        v: Some(View::of(&bufs[2], n_kv_heads * d_head)),
         k_cache: &caches[0],
-        v_cache: &caches[1],
+        v_cache: Some(&caches[1]),
         n_heads,
         n_kv_heads,
-        d_head,
+        d_key: d_head,
+        d_value: d_head,
         scale,
+        window: None,
+        sinks: None,
+        selection: None,
     };
     let out = empty(qkv[0].len());
     let rows = rows(0, 0, &vec![0; n]);
@@ -254,6 +356,176 @@ fn keys_and_values_are_rounded_before_they_are_read() {
     assert!((second(BufType::F32) - 0.6197).abs() < 1e-4);
 }
 
+/// What [`average`] sees.
+#[derive(Default)]
+struct Sight {
+    window: Option<usize>,
+    sink: Option<f32>,
+    selection: Option<Selection<Buf>>,
+    latent: bool,
+}
+
+/// Attention of five tokens whose scores are all 0, over values 1, 2, 4, 8, 16.
+fn average(sight: &Sight) -> Vec<f32> {
+    let (q, v) = (buf(&[0.0; 5]), buf(&[1.0, 2.0, 4.0, 8.0, 16.0]));
+    let caches = [empty(96), empty(96)];
+    let sinks = sight.sink.map(|sink| weight(&[sink], 1));
+    let args = Attention {
+        q: View::of(&q, 1),
+        k: Some(View::of(&v, 1)),
+        v: (!sight.latent).then_some(View::of(&v, 1)),
+        k_cache: &caches[0],
+        v_cache: (!sight.latent).then_some(&caches[1]),
+        n_heads: 1,
+        n_kv_heads: 1,
+        d_key: 1,
+        d_value: 1,
+        scale: 1.0,
+        window: sight.window,
+        sinks: sinks.as_ref(),
+        selection: sight.selection.as_ref(),
+    };
+    let (out, rows) = (empty(5), rows(0, 0, &[0; 5]));
+    Reference.attention(&mut pass(), &args, &rows, View::of(&out, 1));
+    // Once more over what the caches hold now.
+    let again = empty(5);
+    let args = Attention { k: None, v: None, ..args };
+    Reference.attention(&mut pass(), &args, &rows, View::of(&again, 1));
+    assert_eq!(get(&again, 5), get(&out, 5));
+    get(&out, 5)
+}
+
+#[test]
+fn windows_and_sinks() {
+    let window = |window| average(&Sight { window: Some(window), ..Sight::default() });
+    assert_near(&average(&Sight::default()), &[1.0, 1.5, 7.0 / 3.0, 3.75, 6.2]);
+    assert_near(&window(1), &[1.0, 2.0, 4.0, 8.0, 16.0]);
+    assert_near(&window(2), &[1.0, 1.5, 3.0, 6.0, 12.0]);
+    // A sink takes its share of the weight, here as much as a token, then three times that.
+    let sink = Sight { sink: Some(0.0), ..Sight::default() };
+    assert_near(&average(&sink), &[0.5, 1.0, 1.75, 3.0, 31.0 / 6.0]);
+    let both = Sight { window: Some(2), sink: Some(3f32.ln()), ..Sight::default() };
+    assert_near(&average(&both), &[0.25, 0.6, 1.2, 2.4, 4.8]);
+}
+
+#[test]
+fn values_may_lie_within_keys() {
+    let latent = Sight { latent: true, ..Sight::default() };
+    assert_near(&average(&latent), &[1.0, 1.5, 7.0 / 3.0, 3.75, 6.2]);
+    // Keys of two elements, values of one: the first of the key.
+    let (q, k) = (buf(&[0.0; 4]), buf(&[3.0, 100.0, 5.0, 200.0]));
+    let (k_cache, out) = (empty(96 * 2), empty(2));
+    let args = Attention {
+        q: View::of(&q, 2),
+        k: Some(View::of(&k, 2)),
+        v: None,
+        k_cache: &k_cache,
+        v_cache: None,
+        n_heads: 1,
+        n_kv_heads: 1,
+        d_key: 2,
+        d_value: 1,
+        scale: 1.0,
+        window: None,
+        sinks: None,
+        selection: None,
+    };
+    Reference.attention(&mut pass(), &args, &rows(0, 0, &[0; 2]), View::of(&out, 1));
+    assert_eq!(get(&out, 2), [3.0, 4.0]);
+}
+
+/// Counts and block ids of rows, `[n, 1 + top]`.
+fn selection(rows: &[&[u32]], top: usize, ratio: usize) -> Selection<Buf> {
+    let mut all = Vec::new();
+    for row in rows {
+        let mut ids = vec![row.len() as u32];
+        ids.extend(*row);
+        ids.resize(1 + top, u32::MAX);
+        all.extend(ids.into_iter().map(f32::from_bits));
+    }
+    Selection { ids: buf(&all), top, ratio }
+}
+
+#[test]
+fn a_selection_and_what_lies_past_its_blocks_is_seen() {
+    let seen = |selection: Selection<Buf>, window| {
+        average(&Sight { selection: Some(selection), window, ..Sight::default() })
+    };
+    let none: &[u32] = &[];
+    // Blocks of two tokens: an unfinished one is seen unasked.
+    let blocks = || selection(&[none, &[0], none, &[1], &[0]], 1, 2);
+    assert_near(&seen(blocks(), None), &[1.0, 1.5, 4.0, 6.0, 19.0 / 3.0]);
+    assert_near(&seen(blocks(), Some(4)), &[1.0, 1.5, 4.0, 6.0, 9.0]);
+    let tokens = selection(&[&[0], &[0], &[0, 2], &[1, 2], &[0, 4]], 2, 1);
+    assert_near(&seen(tokens, None), &[1.0, 1.0, 2.5, 3.0, 8.5]);
+}
+
+/// Blocks that each row chose.
+fn chosen(args: &IndexSelect<'_, Weight, Buf>, n: usize) -> Vec<Vec<u32>> {
+    let rows = rows(0, 0, &vec![0; n]);
+    let selection = Reference.index_select(&mut pass(), args, &rows);
+    let all = get(&selection.ids, n * (1 + args.top));
+    let row = |row: &[f32]| {
+        row[1..=row[0].to_bits() as usize].iter().map(|id| id.to_bits()).collect::<Vec<_>>()
+    };
+    all.chunks_exact(1 + args.top).map(row).collect()
+}
+
+#[test]
+fn the_indexer_adds_what_is_positive() {
+    // 0.5 (1 max(0, k) + 2 max(0, -k)) of 1, -1, 3, 2 is 0.5, 1, 1.5, 1: of equals the first.
+    let (q, k) = (buf(&[1.0, -1.0].repeat(4)), buf(&[1.0, -1.0, 3.0, 2.0]));
+    let (weights, k_cache, ids) = (buf(&[1.0, 2.0].repeat(4)), empty(96), empty(4 * 3));
+    let args = IndexSelect {
+        q: View::of(&q, 2),
+        k: View::of(&k, 1),
+        k_cache: &k_cache,
+        weights: Some(View::of(&weights, 2)),
+        n_heads: 2,
+        d: 1,
+        scale: 1.0,
+        sum_scale: 0.5,
+        pool: None,
+        top: 2,
+        ids: &ids,
+    };
+    assert_eq!(chosen(&args, 4), [vec![0], vec![0, 1], vec![1, 2], vec![1, 2]]);
+    // With factors of one: 0.5, 0.5, 1.5, 1.
+    let plain = IndexSelect { weights: None, ..args };
+    assert_eq!(chosen(&plain, 4), [vec![0], vec![0, 1], vec![0, 2], vec![2, 3]]);
+}
+
+#[test]
+fn block_keys_are_means_normed_and_turned() {
+    // Both blocks have mean (3, 4), of which the second is turned by a quarter: (-4, 3).
+    let k = buf(&[3.0, 0.0, 3.0, 8.0].repeat(2));
+    let (norm, inv_freq) = (weight(&[1.0, 1.0], 2), weight(&[std::f32::consts::FRAC_PI_4], 1));
+    let (k_cache, ids) = (empty(96 * 2), empty(4 * 2));
+    let of = |direction: [f32; 2]| {
+        let q = buf(&direction.repeat(4));
+        let (norm, inv_freq) = (&norm, &inv_freq);
+        let args = IndexSelect {
+            q: View::of(&q, 2),
+            k: View::of(&k, 2),
+            k_cache: &k_cache,
+            weights: None,
+            n_heads: 1,
+            d: 2,
+            scale: 1.0,
+            sum_scale: 1.0,
+            pool: Some(Pool { ratio: 2, norm, eps: 0.0, inv_freq, rotary_scale: 1.0 }),
+            top: 1,
+            ids: &ids,
+        };
+        chosen(&args, 4)
+    };
+    assert_eq!(of([1.0, 0.0]), [vec![], vec![0], vec![0], vec![0]]);
+    assert_eq!(of([-1.0, 0.0]), [vec![], vec![0], vec![0], vec![1]]);
+    // 3 + 4 against 3 - 4, and 3 against 4 of either.
+    assert_eq!(of([1.0, 1.0])[3], [0]);
+    assert_eq!(of([-1.0, 1.0])[3], [1]);
+}
+
 #[test]
 fn the_last_tap_falls_on_the_current_token() {
     // silu(y) is y for y this large.
@@ -263,7 +535,7 @@ fn the_last_tap_falls_on_the_current_token() {
     let conv = |n: usize, at: usize| {
         let view = |buf| View::of(buf, 1).column(at);
         let rows = rows(1, at as u32, &vec![0; n]);
-        Reference.causal_conv(&mut pass(), view(&x), &w, &state, &rows, view(&out));
+        Reference.causal_conv(&mut pass(), view(&x), &w, 1, &state, &rows, view(&out));
     };
     conv(3, 0);
     assert_eq!(get(&out, 3), [10_000.0, 20_100.0, 31_200.0]);
@@ -275,11 +547,23 @@ fn the_last_tap_falls_on_the_current_token() {
 }
 
 #[test]
+fn a_dilated_convolution_skips_tokens() {
+    // The state holds x of positions -4..0: taps fall on t - 4, t - 2 and t.
+    let w = weight(&[100.0, 10_000.0, 1_000_000.0], 3);
+    let state = buf(&[1.0, 2.0, 3.0, 4.0]);
+    let (x, out) = (buf(&[5.0, 6.0, 7.0]), empty(3));
+    let rows = rows(0, 0, &[0; 3]);
+    Reference.causal_conv(&mut pass(), View::of(&x, 1), &w, 2, &state, &rows, View::of(&out, 1));
+    assert_eq!(get(&out, 3), [5_030_100.0, 6_040_200.0, 7_050_300.0]);
+    assert_eq!(get(&state, 4), [4.0, 5.0, 6.0, 7.0]);
+}
+
+#[test]
 fn convolution_ends_in_silu() {
     let (x, out, state) = (buf(&[1.0]), empty(1), buf(&[0.5]));
     let (w, rows) = (weight(&[2.0, 1.0], 2), rows(0, 0, &[0]));
     let (x, view) = (View::of(&x, 1), View::of(&out, 1));
-    Reference.causal_conv(&mut pass(), x, &w, &state, &rows, view);
+    Reference.causal_conv(&mut pass(), x, &w, 1, &state, &rows, view);
     assert_near(&get(&out, 1), &[1.761_594_2]);
 }
 
@@ -366,10 +650,14 @@ fn value_heads_share_key_heads_in_blocks() {
 
 /// Ids and weights of one row.
 fn route(logits: &[f32], top_k: usize, renormalise: bool) -> (Vec<u32>, Vec<f32>) {
+    route_by(&Router::softmax([logits.len(), top_k], renormalise), logits)
+}
+
+fn route_by(router: &Router<'_, Weight>, logits: &[f32]) -> (Vec<u32>, Vec<f32>) {
+    let top_k = router.top_k;
     let (x, ids, weights) = (buf(logits), empty(top_k), empty(top_k));
-    let (shape, router) = ([logits.len(), top_k], Router::Softmax { renormalise });
     let view = View::of(&x, logits.len());
-    let routed = Reference.route(&mut pass(), view, shape, router, 1, [&ids, &weights]);
+    let routed = Reference.route(&mut pass(), view, router, 1, [&ids, &weights]);
     let mut routes = Routes::default();
     pass().read_routes(&routed, &mut routes).expect("eager");
     (routes.ids, get(&routed.weights, top_k))
@@ -399,6 +687,48 @@ fn a_row_of_nan_is_routed_somewhere() {
     assert_eq!(route(&[1.0, -f32::NAN, 2.0], 2, false).0, [0, 1]);
 }
 
+#[test]
+fn routers_of_other_families() {
+    let ln = |x: f32| x.ln();
+    // sigmoid(ln(x)) = x / (1 + x): 1/2, 3/4, 4/5, 1/4.
+    let logits = [ln(1.0), ln(3.0), ln(4.0), ln(1.0 / 3.0)];
+    let softmax = Router::softmax([4, 2], false);
+    let sigmoid = Router { scores: Scores::Sigmoid, ..softmax };
+    let (ids, weights) = route_by(&sigmoid, &logits);
+    assert_eq!(ids, [2, 1]);
+    assert_near(&weights, &[0.8, 0.75]);
+    // A bias chooses, and does not weigh.
+    let bias = weight(&[0.0, 0.0, -1.0, 1.0], 4);
+    let biased = Router { choice_bias: Some(&bias), ..sigmoid };
+    let (ids, weights) = route_by(&biased, &logits);
+    assert_eq!(ids, [3, 1]);
+    assert_near(&weights, &[0.25, 0.75]);
+    let own = weight(&[1.0, 10.0, 1.0, 2.0], 4);
+    let all = Router { renormalise: Some(1.0), factor: 3.0, expert_factor: Some(&own), ..biased };
+    assert_near(&route_by(&all, &logits).1, &[0.25 / 2.0 * 6.0, 0.75 / 2.0 * 30.0]);
+    // Of the chosen alone: 4 / (4 + 3).
+    let chosen = Router { scores: Scores::SoftmaxOfChosen, ..softmax };
+    assert_near(&route_by(&chosen, &logits).1, &[4.0 / 7.0, 3.0 / 7.0]);
+}
+
+#[test]
+fn groups_are_chosen_by_their_two_best() {
+    // 6 experts in 3 groups: 1 + 1, 4 - 9, 3 + 3; the single greatest is in the second.
+    let logits = [1.0, 1.0, 4.0, -9.0, 3.0, 3.0];
+    let router = Router {
+        scores: Scores::SoftmaxOfChosen,
+        groups: Some(Groups { count: 3, kept: 1 }),
+        ..Router::softmax([6, 2], false)
+    };
+    let (ids, weights) = route_by(&router, &logits);
+    assert_eq!((ids, weights), (vec![4, 5], vec![0.5, 0.5]));
+    // Among equals the lower one.
+    let equal = [1.0, 2.0, 2.0, 1.0, 1.5, 1.5];
+    assert_eq!(route_by(&router, &equal).0, [1, 0]);
+    let two = Router { groups: Some(Groups { count: 3, kept: 2 }), ..router };
+    assert_eq!(route_by(&two, &equal).0, [1, 2]);
+}
+
 fn routed(ids: &[u32], weights: &[f32], top_k: usize) -> Routed<Buf> {
     let ids: Vec<f32> = ids.iter().map(|&id| f32::from_bits(id)).collect();
     Routed { n: ids.len() / top_k, ids: buf(&ids), weights: buf(weights), top_k }
@@ -408,7 +738,7 @@ fn routed(ids: &[u32], weights: &[f32], top_k: usize) -> Routed<Buf> {
 fn an_expert_is_a_swiglu() {
     // gate 1, up 2, down 3, each 1 x 1: 3 * silu(x) * 2x.
     let matrix = |offset| MatrixLayout { encoding: Encoding::F32, d_out: 1, d_in: 1, offset };
-    let layout = ExpertLayout { gate: matrix(4), up: matrix(0), down: matrix(8) };
+    let layout = ExpertLayout { glu: Glu::Silu, gate: matrix(4), up: matrix(0), down: matrix(8) };
     assert_eq!(layout.record_bytes(), 12);
     let slab = Reference.alloc_slab(4096, 2);
     for (i, value) in [2.0f32, 1.0, 3.0].into_iter().enumerate() {

@@ -4,8 +4,8 @@ use crate::deferred::Deferred;
 use crate::experts::{Scripted, Sizes};
 use snowmelt_backend::reference::Reference;
 use snowmelt_backend::{
-    Backend, BufType, ExpertLayout, Experts, MatrixLayout, MoeBlock, MoeFfn, MoeWork, Pass, Ready,
-    RouteObserver, Routed, Router, Routes, Shared, Slab, StepError, View, moe_block,
+    Backend, BufType, ExpertLayout, Experts, Glu, MatrixLayout, MoeBlock, MoeFfn, MoeWork, Pass,
+    Ready, RouteObserver, Routed, Router, Routes, Shared, Slab, StepError, View, moe_block,
 };
 use snowmelt_weights::Encoding;
 use std::cell::Cell;
@@ -39,6 +39,7 @@ fn layout() -> ExpertLayout {
         |d_out, d_in, offset| MatrixLayout { encoding: Encoding::F32, d_out, d_in, offset };
     let piece = D * D_EXPERT * 4;
     ExpertLayout {
+        glu: Glu::Silu,
         gate: matrix(D_EXPERT, D, 0),
         up: matrix(D_EXPERT, D, piece),
         down: matrix(D, D_EXPERT, 2 * piece),
@@ -98,8 +99,8 @@ impl<'a, B: Backend> Stack<'a, B> {
         let logits = View::of(&self.logits, N_EXPERTS);
         b.linear(p, x, &self.routers[layer as usize], ROWS, logits);
         let [ids, weights] = &self.scratch;
-        let router = Router::Softmax { renormalise: true };
-        let routed = b.route(p, logits, [N_EXPERTS, TOP_K], router, ROWS, [ids, weights]);
+        let router = Router::softmax([N_EXPERTS, TOP_K], true);
+        let routed = b.route(p, logits, &router, ROWS, [ids, weights]);
         let block =
             MoeBlock { layer, x, routed: &routed, layout: &self.layout, parts: &self.parts };
         let shared = View::of(&self.shared, D);
@@ -341,9 +342,9 @@ fn the_shared_expert_is_recorded_before_anyone_waits() {
     Reference.write(&mut p, &stack.x, 0, &values(42, ROWS * D));
     Reference.write(&mut p, &stack.logits, 0, &logits);
     let [ids, weights] = &stack.scratch;
-    let (router, shape) = (Router::Softmax { renormalise: true }, [N_EXPERTS, TOP_K]);
+    let router = Router::softmax([N_EXPERTS, TOP_K], true);
     let logits = View::of(&stack.logits, N_EXPERTS);
-    let routed = Reference.route(&mut p, logits, shape, router, 1, [ids, weights]);
+    let routed = Reference.route(&mut p, logits, &router, 1, [ids, weights]);
     let block = MoeBlock {
         layer: 0,
         x: View::of(&stack.x, D),
