@@ -54,7 +54,7 @@ pub(crate) struct EngineArgs {
     #[arg(value_parser = BoolishValueParser::new())]
     pub(crate) check_reads: bool,
     /// Cache of rows of tables that stay on disk, such as embeddings of n-grams
-    /// [default: a sixteenth of the budget, up to 64 MiB]
+    /// [default: a sixteenth of what the budget spares, up to 64 MiB]
     #[arg(long, value_name = "SIZE", env = "SNOWMELT_ROW_CACHE", hide_env_values = true)]
     pub(crate) row_cache: Option<CacheSize>,
     /// What layers attend to whose indexer chooses blocks of tokens: `sparse`, the

@@ -212,7 +212,7 @@ const LOGITS_BYTES: usize = 4 << 20;
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
 /// Bytes of the cache of rows of tables, where none is asked for: so many at most, and so small a
-/// share of the budget.
+/// share of what the smallest plan leaves of the budget.
 const ROW_CACHE_BYTES: u64 = 64 << 20;
 const ROW_CACHE_SHARE: u64 = 16;
 
@@ -455,9 +455,21 @@ impl Planner<'_> {
         }
     }
 
+    /// Where no size is asked for, a share of what the smallest plan leaves: that one has no more
+    /// than a step needs.
     fn row_cache(&self, choice: Choice, budget_bytes: u64) -> u64 {
-        let wanted = self.options.row_cache_bytes;
-        let wanted = wanted.unwrap_or(ROW_CACHE_BYTES.min(budget_bytes / ROW_CACHE_SHARE));
+        if self.census.tables.is_empty() {
+            return 0;
+        }
+        let wanted = self.options.row_cache_bytes.unwrap_or_else(|| match budget_bytes {
+            0 => 0,
+            _ => {
+                let items = self.items(self.smallest(), 0);
+                let least: u64 = items.iter().map(|item| item.bytes).sum();
+                let spare = budget_bytes.saturating_sub(least);
+                ROW_CACHE_BYTES.min(spare / ROW_CACHE_SHARE)
+            }
+        });
         tables::cache_bytes(self.census, choice.rows, wanted)
     }
 
