@@ -45,7 +45,10 @@ pub(crate) fn open(ui: Ui) -> Result<Checkpoint> {
                 Err(error) => ui.warn(format_args!("{error}\nusing `{NAME}` from memory")),
             }
         }
-        Err(error) => ui.detail(format_args!("using `{NAME}` from memory: {error:#}")),
+        Err(error) => ui.note(format_args!(
+            "warning: using `{NAME}` from memory, which the budget pays for: {error:#}\n\
+             hint: set SNOWMELT_HOME to a folder that can be written"
+        )),
     }
     touch();
     let files: Vec<(&str, Bytes)> =

@@ -172,8 +172,8 @@ fn a_container_carries_the_table() {
     let mut bytes = std::fs::read(&path).unwrap();
     bytes[shard.offset as usize + 1000] ^= 4;
     std::fs::write(&path, bytes).unwrap();
-    let damage = verify(&packed, &mut |_, _| {}).unwrap_err().to_string();
-    assert!(damage.contains("shard_3"), "{damage}");
+    let damage = verify(&packed, &mut |_, _| {}).unwrap().damage;
+    assert!(damage.first[0].to_string().contains("shard_3"), "{damage:?}");
 }
 
 #[test]
@@ -218,9 +218,17 @@ fn a_row_that_cannot_be_read_ends_its_session() {
             Feed { session: a, tokens: &mine, outputs: Outputs::Last },
             Feed { session: b, tokens: &theirs, outputs: Outputs::Last },
         ];
-        engine.step(&feed, &mut |_, _, _| {}).unwrap();
-        assert!(engine.take_failure(a).is_none(), "{kind:?}");
-        let error: EngineError = engine.take_failure(b).expect("a row is missing");
+        let done = engine.step(&feed, &mut |_, _, _| {});
+        // A read that never ends holds up those behind it: then both sessions may be late.
+        let may_take_all = matches!(kind, FaultKind::Stall { .. });
+        assert!(done.is_ok() || may_take_all, "{kind:?}: {done:?}");
+        let error: EngineError = match done {
+            Ok(()) => {
+                assert!(engine.take_failure(a).is_none() || may_take_all, "{kind:?}");
+                engine.take_failure(b).expect("a row is missing")
+            }
+            Err(error) => error,
+        };
         let message = error.to_string();
         for word in ["row ", "ngram_embedding", "model.safetensors"] {
             assert!(message.contains(word), "{kind:?}: `{message}` does not say `{word}`");
