@@ -6,6 +6,7 @@ mod equality;
 mod fixtures;
 mod memory;
 mod neon;
+mod new_model;
 mod policy;
 mod project;
 mod safetensors;
@@ -33,6 +34,8 @@ enum Command {
     Neon(neon::Options),
     /// Makes `fixtures/` from the reference models in `../shared/oracle`
     Fixtures(fixtures::Options),
+    /// Begins a new family of models, and lists what it needs
+    NewModel(new_model::Options),
     /// Runs the full product of settings that must not change a logit
     Equality,
     /// Measures the memory promise in a cgroup
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
         Command::Ci => ci::run(),
         Command::Neon(options) => neon::run(&options),
         Command::Fixtures(options) => fixtures::run(&options),
+        Command::NewModel(options) => new_model::run(&options),
         Command::Equality => equality::run(),
         Command::Memory(options) => memory::run(&options),
         Command::Synth(options) => synth::run(&options),

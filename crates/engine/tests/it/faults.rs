@@ -139,7 +139,6 @@ fn check_reads_covers_the_trunk() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&file, bytes).unwrap();
-    #[expect(clippy::result_large_err, reason = "a test")]
     let open = |check_reads| {
         let options = EngineOptions { check_reads, ..options() };
         let opened = Engine::open(&checkpoint, cpu(1, Activations::F32), &options);
