@@ -36,10 +36,9 @@ fn hold(isa: Isa, threads: usize, activations: Activations) {
 #[test]
 fn the_best_instruction_set_conforms_in_every_mode() {
     let best = Isa::available().next().expect("scalar at least");
-    for activations in Activations::ALL {
-        for threads in [1, 2, 3] {
-            hold(best, threads, activations);
-        }
+    // That threads change no bit is tested by itself.
+    for (activations, threads) in Activations::ALL.into_iter().zip([2, 1, 3, 2]) {
+        hold(best, threads, activations);
     }
 }
 

@@ -54,7 +54,7 @@ pub const LIMITS: Limits = Limits {
     index_ratio: 1,
 };
 
-/// Every group. A few seconds in release.
+/// Every group. Some ten seconds in release.
 pub fn run<B: Backend>(b: &B, tolerance: &Tolerance) -> Report {
     let groups = [
         state, dense, heads, streams, norms, rotary, attention, index, recurrent, routing, experts,
