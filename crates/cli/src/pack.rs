@@ -67,6 +67,13 @@ pub(crate) fn run(args: &PackArgs, ui: Ui) -> Result<ExitCode> {
     };
     let mut text =
         format!("packed {} of weights into {}\n", Bytes(packed.bytes), args.destination.display());
+    if let Some(first) = packed.requantised.first() {
+        ui.warn(format_args!(
+            "{} tensors were quantised already and are rounded a second time, first `{first}`: \
+             packing the original loses less",
+            packed.requantised.len()
+        ));
+    }
     list(&mut text, "kept as stored, rows are no multiple of the group", &packed.kept, ui);
     list(&mut text, "left behind, not part of the text model", &packed.skipped, ui);
     output::data(&text)?;

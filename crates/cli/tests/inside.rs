@@ -182,3 +182,14 @@ fn a_config_alone_says_what_a_model_weighs() {
     }
     assert!(known >= 12, "{known} configs of known families");
 }
+
+#[test]
+fn a_second_rounding_is_warned_of() {
+    let folder = TempDir::new().unwrap();
+    let source = root().join("fixtures/oracle/qwen3_moe").display().to_string();
+    let [once, twice] = ["once", "twice"].map(|n| folder.path().join(n).display().to_string());
+    let (code, _, stderr) = run(&["pack", &source, &once, "--trunk", "q8"]);
+    assert!(code == 0 && !stderr.contains("second time"), "{stderr}");
+    let (code, _, stderr) = run(&["pack", &once, &twice, "--trunk", "q4g32"]);
+    assert!(code == 0 && stderr.contains("second time"), "{stderr}");
+}

@@ -27,6 +27,8 @@ pub struct PackOptions {
 pub struct Packed {
     /// Tensors kept as stored because the group does not divide their rows.
     pub kept: Vec<String>,
+    /// Tensors that were quantised already and are rounded a second time.
+    pub requantised: Vec<String>,
     /// Tensors outside the trunk, which were left behind.
     pub skipped: Vec<String>,
     /// Bytes of weights written.
@@ -53,8 +55,8 @@ pub fn pack(
         return Err(EngineError::NotMade { encoding });
     }
     let census = snowmelt_model::census(source, ModelOptions::default())?;
-    let mut kept = Vec::new();
-    let plan = plan(source, &census, options, &mut kept)?;
+    let mut notes = Notes::default();
+    let plan = plan(source, &census, options, &mut notes)?;
     let mut checked = |done, total| {
         progress(done, total);
     };
@@ -81,7 +83,15 @@ pub fn pack(
     }
     let bytes = packer.bytes_total();
     packer.finish()?;
-    Ok(Some(Packed { kept, skipped: census.skipped, bytes }))
+    let Notes { kept, requantised } = notes;
+    Ok(Some(Packed { kept, requantised, skipped: census.skipped, bytes }))
+}
+
+/// Names that [`Packed`] lists.
+#[derive(Default)]
+struct Notes {
+    kept: Vec<String>,
+    requantised: Vec<String>,
 }
 
 /// What a tensor is stored as: `wanted`, unless that loses what the file has or does not divide.
@@ -90,14 +100,20 @@ fn target(
     stored: Encoding,
     d_in: usize,
     wanted: Option<Encoding>,
-    kept: &mut Vec<String>,
+    notes: &mut Notes,
 ) -> Encoding {
     match wanted {
         None => stored,
         Some(Encoding::Bf16) if stored == Encoding::F32 => stored,
-        Some(wanted) if wanted.divides(d_in) => wanted,
+        Some(wanted) if wanted.divides(d_in) => {
+            let is_lossy = stored.is_quantised() || !stored.can_encode();
+            if is_lossy && wanted != stored {
+                notes.requantised.push(name.to_owned());
+            }
+            wanted
+        }
         Some(_) => {
-            kept.push(name.to_owned());
+            notes.kept.push(name.to_owned());
             stored
         }
     }
@@ -113,7 +129,7 @@ fn plan(
     source: &Checkpoint,
     census: &Census,
     options: PackOptions,
-    kept: &mut Vec<String>,
+    notes: &mut Notes,
 ) -> Result<PackPlan> {
     let trunk = |tensor: &TrunkTensor| {
         let d_in = tensor.shape.last().copied().unwrap_or(1);
@@ -121,7 +137,7 @@ fn plan(
         PlannedTensor {
             name: tensor.name.clone(),
             shape: tensor.shape.clone(),
-            encoding: target(&tensor.name, tensor.encoding, d_in, wanted, kept),
+            encoding: target(&tensor.name, tensor.encoding, d_in, wanted, notes),
         }
     };
     let mut trunk: Vec<PlannedTensor> = census.trunk.iter().map(trunk).collect();
@@ -132,7 +148,7 @@ fn plan(
             let (d_out, d_in) = (matrix.d_out, matrix.d_in);
             // Biases are small, and stay exact.
             let wanted = options.experts.filter(|_| !BIAS_ROLES.contains(&role));
-            let encoding = target(&name, matrix.encoding, d_in, wanted, kept);
+            let encoding = target(&name, matrix.encoding, d_in, wanted, notes);
             PlannedPiece { role: role.to_owned(), encoding, d_out, d_in }
         };
         PlannedLayer {
@@ -155,7 +171,7 @@ fn plan(
         layers,
         sidecars,
         provenance: provenance(source, options)?,
-        kept: kept.clone(),
+        kept: notes.kept.clone(),
     })
 }
 
