@@ -178,6 +178,13 @@ impl<W, Buf> Attention<W, Buf> {
             bias(l, "v_proj", qkv, kv_width, &[])?,
             bias(l, "o_proj", all, d, &[])?,
         ];
+        let projection = |l: &mut L, part: &str, shape, order: &[Range<usize>]| {
+            l.matrix(&of(l, &format!("{part}.weight")), shape, Use::Projection, order)
+        };
+        let q = projection(l, "q_proj", [q_rows, d], &order)?;
+        let k = projection(l, "k_proj", [kv_width, d], &[])?;
+        let v = projection(l, "v_proj", [kv_width, d], &[])?;
+        let o = projection(l, "o_proj", [d, q_width], &[])?;
         let norms = match shape.norm_plus {
             Some(plus) => Some([
                 l.vector(&of(l, "q_norm.weight"), d_head, plus)?,
@@ -188,9 +195,6 @@ impl<W, Buf> Attention<W, Buf> {
         let sinks = match shape.sinks {
             true => Some(l.vector(&of(l, "sinks"), n_heads, 0.0)?),
             false => None,
-        };
-        let projection = |l: &mut L, part: &str, shape, order: &[Range<usize>]| {
-            l.matrix(&of(l, &format!("{part}.weight")), shape, Use::Projection, order)
         };
         let states = [kv(l, "k"), kv(l, "v")];
         if let Some(window) = shape.window {
@@ -204,10 +208,10 @@ impl<W, Buf> Attention<W, Buf> {
             biases,
             norms,
             sinks,
-            q: projection(l, "q_proj", [q_rows, d], &order)?,
-            k: projection(l, "k_proj", [kv_width, d], &[])?,
-            v: projection(l, "v_proj", [kv_width, d], &[])?,
-            o: projection(l, "o_proj", [d, q_width], &[])?,
+            q,
+            k,
+            v,
+            o,
             k_state: states[0],
             v_state: states[1],
         })
