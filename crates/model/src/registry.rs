@@ -157,7 +157,7 @@ macro_rules! families {
         /// of logits at a time.
         ///
         /// # Errors
-        /// As [`census`], or when a file cannot be read.
+        /// As [`crate::census`], or when a file cannot be read.
         pub fn load<B: Backend, F: ExpertFetch<B>>(
             checkpoint: &Checkpoint,
             backend: &B,
