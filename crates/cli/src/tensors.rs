@@ -1,10 +1,12 @@
 //! Files of named f32 tensors: captures and logits.
 
+use crate::interrupt::Unfinished;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use half::f16;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
@@ -19,35 +21,80 @@ pub(crate) struct Out<'a> {
     pub(crate) values: &'a [f32],
 }
 
-/// Writes a safetensors file under another name and renames it when it is complete.
-pub(crate) fn write(path: &Path, tensors: &[Out<'_>]) -> Result<()> {
-    let mut header = Map::new();
+/// The beginning of a safetensors file of these tensors `(name, dtype, shape)`, four bytes an
+/// element, in this order.
+pub(crate) fn header<'a>(
+    tensors: impl IntoIterator<Item = (&'a str, &'a str, [usize; 2])>,
+) -> Vec<u8> {
+    let mut entries = Map::new();
     let mut end = 0;
-    for Out { name, dtype, shape, values } in tensors {
-        let range = [end, end + 4 * values.len()];
+    for (name, dtype, shape) in tensors {
+        let range = [end, end + 4 * shape[0] * shape[1]];
         end = range[1];
         let entry = json!({ "dtype": dtype, "shape": shape, "data_offsets": range });
-        header.insert(name.clone(), entry);
+        entries.insert(name.to_owned(), entry);
     }
-    let mut header = Value::Object(header).to_string().into_bytes();
-    header.resize(header.len().next_multiple_of(8), b' ');
-    let partial = path.with_extension(format!("{}.partial", std::process::id()));
-    let written = File::create(&partial).and_then(|file| {
-        let mut out = BufWriter::new(file);
-        out.write_all(&(header.len() as u64).to_le_bytes())?;
-        out.write_all(&header)?;
-        for tensor in tensors {
-            for value in tensor.values {
-                out.write_all(&value.to_le_bytes())?;
-            }
+    let mut text = Value::Object(entries).to_string().into_bytes();
+    // Readers map the data: it begins at a multiple of eight.
+    text.resize(text.len().next_multiple_of(8), b' ');
+    [&(text.len() as u64).to_le_bytes()[..], &text].concat()
+}
+
+/// Begins a file beside its final place.
+pub(crate) fn begin(path: &Path, header: &[u8]) -> Result<(Unfinished, BufWriter<File>)> {
+    let name = path.file_name().with_context(|| format!("`{}` names no file", path.display()))?;
+    remove_abandoned(path, name);
+    let mut temporary = name.to_owned();
+    temporary.push(format!(".{}{PARTIAL}", std::process::id()));
+    let temporary = path.with_file_name(temporary);
+    let file = File::create(&temporary).with_context(|| could_not_write(&temporary))?;
+    // Where there are no locks nothing abandoned is ever removed, and that is all.
+    let _ = file.try_lock();
+    let unfinished = Unfinished::new(temporary);
+    let mut out = BufWriter::new(file);
+    out.write_all(header).with_context(|| could_not_write(unfinished.path()))?;
+    Ok((unfinished, out))
+}
+
+/// Gives a complete file its name.
+pub(crate) fn finish(unfinished: Unfinished, out: BufWriter<File>, path: &Path) -> Result<()> {
+    let file = out.into_inner().map_err(std::io::IntoInnerError::into_error);
+    file.and_then(|file| file.sync_all()).with_context(|| could_not_write(unfinished.path()))?;
+    unfinished.keep_as(path).with_context(|| could_not_write(path))
+}
+
+pub(crate) fn could_not_write(path: &Path) -> String {
+    format!("could not write `{}`", path.display())
+}
+
+const PARTIAL: &str = ".partial";
+
+/// Removes what processes that were killed left of this name: those that live hold a lock. A
+/// failure does not matter.
+fn remove_abandoned(path: &Path, name: &OsStr) {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let entries = std::fs::read_dir(folder.unwrap_or(Path::new(".")));
+    let beginning = format!("{}.", name.to_string_lossy());
+    for entry in entries.into_iter().flatten().filter_map(Result::ok) {
+        let name = entry.file_name();
+        let id =
+            name.to_str().and_then(|name| name.strip_prefix(&beginning)?.strip_suffix(PARTIAL));
+        let is_ours = id.is_some_and(|id| id.parse::<u32>().is_ok());
+        let is_abandoned = || File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok());
+        if is_ours && entry.file_type().is_ok_and(|kind| kind.is_file()) && is_abandoned() {
+            let _ = std::fs::remove_file(entry.path());
         }
-        out.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()?;
-        std::fs::rename(&partial, path)
-    });
-    if written.is_err() {
-        let _ = std::fs::remove_file(&partial);
     }
-    written.with_context(|| format!("could not write `{}`", path.display()))
+}
+
+/// Writes a whole file.
+pub(crate) fn write(path: &Path, tensors: &[Out<'_>]) -> Result<()> {
+    let header = header(tensors.iter().map(|t| (t.name.as_str(), t.dtype, t.shape)));
+    let (unfinished, mut out) = begin(path, &header)?;
+    for value in tensors.iter().flat_map(|tensor| tensor.values) {
+        out.write_all(&value.to_le_bytes()).with_context(|| could_not_write(unfinished.path()))?;
+    }
+    finish(unfinished, out, path)
 }
 
 /// A tensor read back, as rows.
