@@ -137,9 +137,7 @@ impl Heads {
         let biased = text.opt_bool("attention_bias")?.unwrap_or(false);
         Ok(Self { n_heads, n_kv_heads, d_head, biased })
     }
-}
 
-impl Heads {
     /// Those of one layer: `per_layer_config` of it, else the global fields in `global` layers.
     pub(crate) fn of_layer(
         text: &ConfigView<'_>,
@@ -189,6 +187,18 @@ impl ExpertSizes {
     }
 }
 
+/// `layer_types`, where the config has them: one for each layer.
+fn layer_types<'a>(text: &ConfigView<'a>, n_layers: usize) -> Result<Option<Vec<&'a str>>> {
+    let types = text.opt_strs("layer_types")?;
+    match &types {
+        Some(types) if types.len() != n_layers => {
+            let expected = format!("`num_hidden_layers` = {n_layers} entries");
+            refuse("layer_types", format!("{} entries", types.len()), expected)
+        }
+        _ => Ok(types),
+    }
+}
+
 /// Which mixer each layer has: `layer_types`, else every `full_attention_interval`-th is full.
 pub(crate) fn full_attention_layers(text: &ConfigView<'_>, n_layers: usize) -> Result<Vec<bool>> {
     attention_layers(text, n_layers, &["full_attention"])
@@ -200,15 +210,11 @@ pub(crate) fn attention_layers(
     n_layers: usize,
     spellings: &[&str],
 ) -> Result<Vec<bool>> {
-    let Some(types) = text.opt_strs("layer_types")? else {
+    let Some(types) = layer_types(text, n_layers)? else {
         let interval =
             positive("full_attention_interval", text.usize_or("full_attention_interval", 4)?)?;
         return Ok((0..n_layers).map(|layer| (layer + 1).is_multiple_of(interval)).collect());
     };
-    if types.len() != n_layers {
-        let expected = format!("`num_hidden_layers` = {n_layers} entries");
-        return refuse("layer_types", format!("{} entries", types.len()), expected);
-    }
     let full = |kind: &&str| match *kind {
         "linear_attention" => Ok(false),
         kind if spellings.contains(&kind) => Ok(true),
@@ -222,11 +228,7 @@ pub(crate) fn attention_layers(
 
 /// Which layers see a window only, where `layer_types` says it.
 pub(crate) fn sliding_layers(text: &ConfigView<'_>, n_layers: usize) -> Result<Option<Vec<bool>>> {
-    let Some(types) = text.opt_strs("layer_types")? else { return Ok(None) };
-    if types.len() != n_layers {
-        let expected = format!("`num_hidden_layers` = {n_layers} entries");
-        return refuse("layer_types", format!("{} entries", types.len()), expected);
-    }
+    let Some(types) = layer_types(text, n_layers)? else { return Ok(None) };
     let sliding = |kind: &&str| match *kind {
         "full_attention" => Ok(false),
         "sliding_attention" => Ok(true),

@@ -1,4 +1,4 @@
-//! Which family a checkpoint belongs to, and the two ways of loading it.
+//! Which family a checkpoint belongs to, and the three ways of running its `load`.
 
 use crate::census::{Census, CensusLoader};
 use crate::config::{Result, text_config};

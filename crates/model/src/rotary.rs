@@ -49,10 +49,7 @@ impl Rotary {
             None => text.opt_object("rope_scaling")?,
         };
         let number = |key: &'static str| Self::number(text, key);
-        let theta = number("rope_theta")?.unwrap_or(10_000.0);
-        if !(theta.is_finite() && theta > 1.0) {
-            return refuse("rope_theta", theta, "a number above 1");
-        }
+        let theta = theta(number("rope_theta")?)?;
         if !(partial > 0.0 && partial <= 1.0) {
             return refuse("partial_rotary_factor", partial, "above 0 and at most 1");
         }
@@ -86,9 +83,7 @@ impl Rotary {
             other => refuse("rope_type", other, "`default`, `linear`, `yarn` or `llama3`"),
         }
     }
-}
 
-impl Rotary {
     /// Gemma's proportional form: the frequencies of the whole head, of which the first
     /// `partial` turn and the others stand still.
     pub(crate) fn proportional(
@@ -128,14 +123,20 @@ impl Rotary {
 
     /// Without any stretching, all of the head.
     fn plain(parameters: &ConfigView<'_>, d_head: usize) -> Result<Self> {
-        let theta = parameters.opt_f64("rope_theta")?.unwrap_or(10_000.0);
-        if !(theta.is_finite() && theta > 1.0) {
-            return refuse("rope_theta", theta, "a number above 1");
-        }
+        let theta = theta(parameters.opt_f64("rope_theta")?)?;
         if d_head == 0 || d_head % 2 == 1 {
             return refuse("head_dim", d_head, "an even number");
         }
         Ok(Self { d: d_head, inv_freq: frequencies(theta, d_head), scale: 1.0 })
+    }
+}
+
+fn theta(found: Option<f64>) -> Result<f64> {
+    let theta = found.unwrap_or(10_000.0);
+    if theta.is_finite() && theta > 1.0 {
+        Ok(theta)
+    } else {
+        refuse("rope_theta", theta, "a number above 1")
     }
 }
 
