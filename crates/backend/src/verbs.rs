@@ -51,6 +51,12 @@ impl<'a, Buf> View<'a, Buf> {
         Self { buf, offset: 0, stride: 0 }
     }
 
+    /// Elements of row `t`, `width` wide, in the buffer.
+    pub fn elements(&self, t: usize, width: usize) -> Range<usize> {
+        let first = self.offset + t * self.stride;
+        first..first + width
+    }
+
     /// The same rows, beginning `columns` further to the right.
     #[must_use]
     pub fn column(self, columns: usize) -> Self {

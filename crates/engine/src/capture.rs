@@ -80,8 +80,8 @@ impl<B: Backend> Probe<B> for Capture {
             kept.width = width;
             let at = kept.values.len();
             kept.values.resize(at + width, 0.0);
-            let first = view.offset + index * view.stride;
-            if p.read(view.buf, first..first + width, &mut kept.values[at..]).is_err() {
+            let into = &mut kept.values[at..];
+            if p.read(view.buf, view.elements(index, width), into).is_err() {
                 self.failed = true;
             }
         }

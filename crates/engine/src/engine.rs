@@ -79,6 +79,15 @@ pub struct Engine<B: Backend> {
     check_finite: bool,
 }
 
+/// A logit that is not finite.
+#[derive(Clone, Copy, Debug)]
+struct NonFinite {
+    /// Index of its feed.
+    sequence: usize,
+    position: usize,
+    value: f32,
+}
+
 /// Whether no value is NaN or infinite: such a value makes the sum of `0 * x` NaN.
 fn all_finite(values: &[f32]) -> bool {
     let mut lanes = [0.0_f32; 16];
@@ -353,7 +362,7 @@ impl<B: Backend> Engine<B> {
         let done = done.and_then(|()| self.read_logits(&mut p, feed, sink));
         drop(p);
         match done {
-            Ok(Some(sequence)) => Err(self.locate_non_finite(feed, sequence)),
+            Ok(Some(seen)) => Err(self.locate_non_finite(feed, seen)),
             Ok(None) => self.settle(feed, Ok(())),
             Err(error) => self.settle(feed, Err(error)),
         }
@@ -361,8 +370,8 @@ impl<B: Backend> Engine<B> {
 
     /// Runs the tokens of a session once more, to name the layer and stage of the first value that
     /// is not finite. All sessions of the step are emptied.
-    fn locate_non_finite(&mut self, feed: &[Feed<'_>], sequence: usize) -> EngineError {
-        let Feed { session, tokens, .. } = feed[sequence];
+    fn locate_non_finite(&mut self, feed: &[Feed<'_>], seen: NonFinite) -> EngineError {
+        let Feed { session, tokens, .. } = feed[seen.sequence];
         let all = [self.tokens(session), tokens].concat();
         for one in feed {
             self.reset(one.session);
@@ -388,7 +397,7 @@ impl<B: Backend> Engine<B> {
                 let stage = format!("`{}` of layer {}", stage.name, stage.layer);
                 (stage, done + row, value)
             }
-            None => ("the logits".to_owned(), all.len() - 1, f32::NAN),
+            None => ("a logit".to_owned(), seen.position, seen.value),
         };
         EngineError::NotFinite { stage, position, value }
     }
@@ -416,14 +425,14 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Logits in groups of at most as many rows as there is scratch for. Returns the index of the
-    /// first feed whose logits are not all finite; nothing is shown of its row or after it.
+    /// Logits in groups of at most as many rows as there is scratch for. Returns the first that is
+    /// not finite; nothing is shown of its row or after it.
     fn read_logits(
         &mut self,
         p: &mut B::Pass,
         feed: &[Feed<'_>],
         sink: &mut dyn FnMut(usize, usize, &[f32]),
-    ) -> Result<Option<usize>> {
+    ) -> Result<Option<NonFinite>> {
         let (outputs, n_vocab) = (self.rows.outputs().len(), self.census.n_vocab);
         let mut first = 0;
         while first < outputs {
@@ -438,7 +447,9 @@ impl<B: Backend> Engine<B> {
                 p.read(buf, at..at + n_vocab, &mut self.row)?;
                 let sequence = self.rows.rows()[row].sequence as usize;
                 if self.check_finite && !all_finite(&self.row) {
-                    return Ok(Some(sequence));
+                    let value = self.row.iter().copied().find(|value| !value.is_finite());
+                    let position = self.rows.rows()[row].position as usize;
+                    return Ok(value.map(|value| NonFinite { sequence, position, value }));
                 }
                 let token = row - self.rows.sequences()[sequence].rows.start;
                 sink(sequence, token, &self.row);

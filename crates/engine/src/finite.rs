@@ -32,8 +32,7 @@ impl<B: Backend> Probe<B> for FiniteProbe {
         }
         self.row.resize(width, 0.0);
         for row in 0..rows.len() {
-            let first = view.offset + row * view.stride;
-            if p.read(view.buf, first..first + width, &mut self.row).is_err() {
+            if p.read(view.buf, view.elements(row, width), &mut self.row).is_err() {
                 return;
             }
             if let Some(&value) = self.row.iter().find(|value| !value.is_finite()) {
