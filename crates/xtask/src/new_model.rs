@@ -36,8 +36,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
          state, forward pass\n\
          2. {FOLDER}/lib.rs: `mod {name};`\n\
          3. {FOLDER}/registry.rs: `\"{name}\" [\"{name}\"] => {name}::load;`\n\
-         4. crates/xtask/src/fixtures.rs and crates/engine/tests/it/support.rs: `{name}` among\n   \
-         the families; then `cargo xtask fixtures`\n\
+         4. crates/xtask/src/fixtures.rs: `{name}` among the families; then\n   \
+         `cargo xtask fixtures`\n\
          5. cargo test --release -p snowmelt-engine --test it\n\
          6. README.md and CHANGELOG.md: a line each\n\
          More in docs/adding-a-model.md"

@@ -3,7 +3,7 @@
 //! CI runs all pairs of settings; `cargo xtask equality` sets `SNOWMELT_EQUALITY=full` for the full
 //! product.
 
-use crate::support::{FAMILIES, cpu, open, packed_from, root};
+use crate::support::{cpu, families, open, packed_from, root};
 use snowmelt_backend_cpu::Activations;
 use snowmelt_engine::{Engine, EngineOptions, Feed, Io, ModelOptions, Outputs, Residency};
 use snowmelt_weights::{Checkpoint, Encoding};
@@ -199,14 +199,14 @@ const MODES: [Activations; 3] = [Activations::F32, Activations::I16, Activations
 
 #[test]
 fn families_as_published() {
-    for family in FAMILIES {
+    for family in &families() {
         check(family, &open(family), &MODES);
     }
 }
 
 #[test]
 fn families_packed_and_quantised() {
-    for family in FAMILIES {
+    for family in &families() {
         let encoding = Some(Encoding::Q4G32);
         let (_folder, checkpoint) = packed_from(&open(family), encoding, Some(Encoding::Q8));
         check(&format!("{family} packed q4g32, q8"), &checkpoint, &MODES);

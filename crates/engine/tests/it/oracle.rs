@@ -1,6 +1,6 @@
 //! Every family against logits of Hugging Face transformers.
 
-use crate::support::{FAMILIES, cases, cpu, fixture, tensors, with_biases, with_spelling};
+use crate::support::{cases, cpu, families, fixture, tensors, with_biases, with_spelling};
 use snowmelt_backend::Backend;
 use snowmelt_backend::reference::Reference;
 use snowmelt_backend_cpu::Activations;
@@ -77,14 +77,14 @@ fn greedy<B: Backend>(
 
 #[test]
 fn reference_backend_agrees() {
-    for family in FAMILIES {
+    for family in &families() {
         check(family, Reference, "config.json", Residency::Streamed);
     }
 }
 
 #[test]
 fn cpu_backend_agrees_from_both_spellings() {
-    for family in FAMILIES {
+    for family in &families() {
         for config in ["config.json", "config.published.json"] {
             check(family, cpu(2, Activations::F32), config, Residency::Streamed);
         }

@@ -8,22 +8,18 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Families with fixtures in the repository.
-pub(crate) const FAMILIES: [&str; 13] = [
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_5_moe",
-    "qwen3_5",
-    "deepseek_v3",
-    "deepseek_v32",
-    "gemma4",
-    "gemma4_e",
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen4_exp",
-    "gpt_oss",
-];
+/// Fixtures in the repository: at least one for each family that is built in.
+pub(crate) fn families() -> Vec<String> {
+    let entries = fs::read_dir(root().join("fixtures/oracle")).unwrap().map(Result::unwrap);
+    let folders = entries.filter(|entry| entry.file_type().unwrap().is_dir());
+    let mut names: Vec<String> =
+        folders.map(|entry| entry.file_name().into_string().unwrap()).collect();
+    names.sort_unstable();
+    for family in snowmelt_model::FAMILIES {
+        assert!(names.iter().any(|name| name == family), "`{family}` has no fixture");
+    }
+    names
+}
 
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
